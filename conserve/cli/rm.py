@@ -70,6 +70,7 @@ def prune(
 ) -> None:
     """Remove finished jobs that ended long ago, and empty the trash; shows what that deletes and asks first."""
     from conserve.store.files import trash
+    from conserve.store.files.place import place_of
     from conserve.store.upkeep import removal
 
     context: Context = ctx.obj
@@ -81,9 +82,10 @@ def prune(
         chosen = [] if ended_by is None else removal.usage(store, removal.ended_by(ended_by))
     places = {store.data, store.local}  # a bucket, and this machine
     thrown = [entry for place in places for entry in trash.contents(place)]
-    if not confirm_removal(chosen, sum(map(trash.size, thrown)), yes=yes, as_json=as_json):
+    if not confirm_removal(chosen, sum(place_of(entry).size() for entry in thrown), yes=yes, as_json=as_json):
         return
-    freed = sum(map(trash.deleted, thrown))  # needs no free space, unlike the removals that follow
+    # This needs no free space, unlike the removals that follow.
+    freed = sum(place_of(entry).delete() for entry in thrown)
     removed: list[DiskUsage] = []
     kept: list[StoreForbidden] = []
     if chosen:

@@ -34,6 +34,7 @@ from conserve.store.books.uploads import NewFile
 from conserve.store.database.moves import MoveState
 from conserve.store.database.store import Store
 from conserve.store.files import digests, layout
+from conserve.store.files.folder_place import FolderPlace
 from conserve.store.files.objects import below
 from tests.batch_rig import CHAT, client, compute, create, lines, live, reaches
 from tests.commands import HANGS_S, conserve, until
@@ -173,8 +174,8 @@ def test_a_batch_that_is_cancelled_meanwhile_gets_no_job(
     if moment == "before":
         cancelled(lambda: None)()
     else:
-        name = "alone" if moment == "waiting for the file" else "submit"
-        monkeypatch.setattr(admission, name, cancelled(getattr(admission, name)))
+        owner, name = (FolderPlace, "alone") if moment == "waiting for the file" else (admission, "submit")
+        monkeypatch.setattr(owner, name, cancelled(getattr(owner, name)))
     admit(store, batch_id, Limits(), now=9.0)
     assert (batch(store, batch_id).state, batch(store, batch_id).job) == (BatchState.CANCELLED, None)
     assert read_jobs(load(), now=9.0) == []
@@ -263,14 +264,14 @@ def test_lines_that_no_engine_takes_fail_alone_also_where_all_are_such(store: St
 def test_a_delivery_that_waited_for_another_writes_nothing(
     store: Store, ended: BatchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = delivery.alone
+    alone = FolderPlace.alone
 
-    def after_another(path: Path) -> object:
-        monkeypatch.setattr(delivery, "alone", alone)
+    def after_another(place: FolderPlace) -> object:
+        monkeypatch.setattr(FolderPlace, "alone", alone)
         deliver(store, ended.id, now=1.0)
-        return alone(path)
+        return alone(place)
 
-    monkeypatch.setattr(delivery, "alone", after_another)
+    monkeypatch.setattr(FolderPlace, "alone", after_another)
     deliver(store, ended.id, now=2.0)
     found = only_batch(store)
     assert found.delivered_at == 1.0

@@ -17,7 +17,6 @@ from pyarrow import fs
 from conserve.config import Settings
 from conserve.errors import StoreError, StoreUnreachable
 from conserve.jobs.task import Kind, Task
-from conserve.store.books.uploads import changes
 from conserve.store.database.store import Store
 from conserve.store.files import digests, job_folders, layout, marks, multipart, objects, trash
 from conserve.store.files.bucket import ATTEMPTS, CONNECT_S, REQUEST_S, Bucket
@@ -135,8 +134,8 @@ class TestObjects:
         assert keys(DATA / "a/b") == ["a/b/c"]
         assert sorted(DATA.iterdir()) == [DATA / "a", DATA / "d"]
         assert [*(DATA / "none").iterdir(), *(DATA / "none").entries()] == []
-        assert dict(changes(DATA)).keys() == {DATA / key for key in keys()}
-        assert (DATA / "a/e", 7.5) in list(changes(DATA))
+        assert dict(place_of(DATA).changes()).keys() == {DATA / key for key in keys()}
+        assert (DATA / "a/e", 7.5) in list(place_of(DATA).changes())
 
     def test_what_stands_for_a_folder_is_no_object_and_a_service_may_keep_no_times(
         self, service: Service
@@ -364,7 +363,7 @@ class TestHome:
         before = keys()
         later = time.time() + 2 * OBJECTS_STALE_AFTER_S
         with monkeypatch.context() as patch:
-            patch.setattr("conserve.store.files.probe.time", SimpleNamespace(time=lambda: later))
+            patch.setattr("conserve.store.files.bucket_place.time", SimpleNamespace(time=lambda: later))
             assert sweeping.sweep_objects(store, DATA, now=later) == 0
         assert keys() == before
         assert sweeping.sweep_objects(store, DATA, now=later) == 1, "it has become old"
@@ -460,8 +459,12 @@ class TestTrash:
         assert [trash.thrown_at(path) for path in trash.contents(DATA)] == [1000.0, 2000.0]
         assert list(trash.found(DATA, "jobs/c")) == [later]
         assert list(trash.found(DATA, "jobs/a/1")) == [thrown / "1"]
-        assert trash.size(DATA / "trash") == 15
-        assert (trash.size(later), trash.length(later), trash.length(DATA / "none")) == (5, 5, 0)
+        assert place_of(DATA / "trash").size() == 15
+        assert (place_of(later).size(), place_of(later).length(), place_of(DATA / "none").length()) == (
+            5,
+            5,
+            0,
+        )
         assert trash.empty(DATA, now=1000.0 + WEEK_S) == 10
         assert trash.empty(DATA, now=1000.0 + WEEK_S) == 0
         assert trash.empty(DATA, now=2000.0, older_than_s=0.0) == 5

@@ -211,7 +211,7 @@ def test_removed_jobs_leave_no_object(remote: Store, job_id: str) -> None:
     assert usage["results_bytes"] == sum(n for name, n in lengths.items() if "/results/" in name) > 0
     assert usage["bytes"] == sum(lengths.values())
     assert {empty[name] for name in ("requests_bytes", "inputs_bytes", "results_bytes", "bytes")} == {0}
-    assert sizes["total_bytes"] == sum(lengths.values()) + trash.size(remote.home)
+    assert sizes["total_bytes"] == sum(lengths.values()) + place_of(remote.home).size()
     assert conserve("rm", "empty", "--yes", "--force").returncode == 0
     removed = conserve("rm", job_id, "--yes")
     assert removed.returncode == 0, removed.stderr

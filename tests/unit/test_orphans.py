@@ -14,6 +14,7 @@ from conserve.store.books.results import to_arrow
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import digests, layout
+from conserve.store.files.folder_place import modified_ns
 from conserve.store.upkeep import orphans
 from tests.store_rows import add_job, finish, leased, result, select
 
@@ -75,7 +76,7 @@ def test_files_are_listed_by_their_age_and_then_by_name(store: Store, folder: Pa
 
 
 def test_a_file_that_is_gone_is_the_oldest(tmp_path: Path) -> None:
-    assert orphans.modified_ns(tmp_path / "gone") == 0
+    assert modified_ns(tmp_path / "gone") == 0
 
 
 @pytest.mark.parametrize(

@@ -435,7 +435,7 @@ def test_a_folder_that_may_not_be_entered_is_left_alone(
     monkeypatch.setattr(os, "scandir", refuses)
     monkeypatch.setattr(os, "listdir", lambda path: [entry.name for entry in refuses(path)])
     assert sweep(store, now=LATER) == 0
-    assert trash.size(folder) == 0
+    assert place_of(folder).size() == 0
 
 
 def test_what_is_gone_already_is_as_young_as_can_be(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from conserve.store.files import trash
+from conserve.store.files.place import place_of
 
 
 def test_what_is_thrown_away_keeps_its_path_and_is_deleted_after_a_week(tmp_path: Path) -> None:
@@ -18,8 +19,8 @@ def test_what_is_thrown_away_keeps_its_path_and_is_deleted_after_a_week(tmp_path
     assert [trash.thrown_at(path) for path in trash.contents(data)] == [0.0, 1000.0, 2000.0]
     assert folder == trash.contents(data)[1] / "jobs" / "a"
     assert (early.read_bytes(), (folder / "results" / "1").read_bytes()) == (b"123", b"12345")
-    assert [trash.size(path) for path in (folder, early)] == [5 + len("nowhere"), 3]
-    assert (trash.length(folder), trash.length(data / "gone")) == (0, 0)
+    assert [place_of(path).size() for path in (folder, early)] == [5 + len("nowhere"), 3]
+    assert (place_of(folder).length(), place_of(data / "gone").length()) == (0, 0)
     (trash.folder(data) / "notes").write_bytes(b"a user's own")
     assert trash.empty(data, now=1000.0 + week_s - 1.0) == 3
     assert trash.empty(data, now=1000.0 + week_s) == 5 + len("nowhere")

@@ -15,7 +15,7 @@ from conserve.config import Settings, load
 from conserve.store.books import uploads
 from conserve.store.books.uploads import File, NewFile
 from conserve.store.database.store import Store
-from conserve.store.files import probe, trash
+from conserve.store.files import bucket_place, trash
 from tests.played_bucket import play_with_folders
 from tests.store_rows import add_job
 
@@ -147,7 +147,7 @@ def test_uploads_in_a_bucket_are_swept_by_its_clock(
     with closing(Store.open(load(place, environ={}))) as store:
         (uploads.folder(store) / "new").write_bytes(b"a")
         days_ahead = time.time() + 2 * DAY_S
-        monkeypatch.setattr(probe, "time", SimpleNamespace(time=lambda: days_ahead))
+        monkeypatch.setattr(bucket_place, "time", SimpleNamespace(time=lambda: days_ahead))
         assert uploads.sweep_uploads(store, now=days_ahead) == 0
         assert uploads.sweep_uploads(store, now=days_ahead + 2 * DAY_S) == 1
 

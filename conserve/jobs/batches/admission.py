@@ -6,7 +6,6 @@ late and leaves nothing.
 """
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from conserve.endpoints.protocol import Url
@@ -23,8 +22,6 @@ from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.uploads import File
 from conserve.store.database.migrations import DEFAULT_PROJECT
 from conserve.store.database.store import Store
-from conserve.store.files.locks import alone
-from conserve.store.files.objects import FilePath
 from conserve.store.files.place import place_of
 from conserve.store.sql.query import TROUBLE
 
@@ -43,7 +40,8 @@ def admit(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
         return
     path = store.data / upload.path
     try:
-        with alone_at(path):  # a second process waits, and then finds nothing to do
+        # A second process waits, and then finds nothing to do; in a bucket its job is overtaken.
+        with place_of(path).alone():
             if (waiting := find(store, batch_id, now=now)) is not None:
                 with place_of(path).fetched(store.local) as local:
                     queue(store, waiting[0], upload, local, limits, now=now)
@@ -54,11 +52,6 @@ def admit(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
                 f"the input of batch {batch_id} cannot be read now: {one_line(error)}"
             ) from error
         refuse(store, batch_id, [gone()], now=now)
-
-
-def alone_at(path: FilePath) -> AbstractContextManager[None]:
-    """Hold a file against other processes; an object cannot be held, and the second job of a batch is overtaken."""
-    return alone(path) if isinstance(path, Path) else nullcontext()
 
 
 def find(store: Store, batch_id: str, *, now: float) -> tuple[BatchRecord, File | None] | None:

@@ -6,7 +6,7 @@ whose failed rows are tried again is delivered again, under new names.
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,6 @@ from conserve.store.books.states import JobState
 from conserve.store.books.uploads import NewFile
 from conserve.store.database.store import Store
 from conserve.store.files import layout, os_errors
-from conserve.store.files.locks import alone
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below
 from conserve.store.files.place import place_of
@@ -64,7 +63,7 @@ def deliver(store: Store, batch_id: str, *, now: float) -> None:
     ):
         into = folder / uploads.DELIVERIES
         place_of(into).make()
-        with alone(into) if isinstance(into, Path) else nullcontext():
+        with place_of(into).alone():
             if (found := to_deliver(store, batch_id)) is not None:
                 put_in_place(store, found, into, now=now)
 
@@ -82,7 +81,7 @@ def put_in_place(store: Store, found: BatchRecord, into: FilePath, *, now: float
     mine = [one.path for one in written.values()]
     earlier: Iterable[FilePath] = ()
     # Of objects only those that the database named go: another process may be writing.
-    if isinstance(into, Path):
+    if not store.in_bucket:
         earlier = [path for path in into.iterdir() if path not in mine]
     replaced = register(store, found, written, now=now)
     if replaced is None:

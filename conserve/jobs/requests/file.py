@@ -19,7 +19,8 @@ from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.requests.rendering import RenderedRow
 from conserve.store.books import readings
 from conserve.store.files import layout, os_errors
-from conserve.store.files.objects import FilePath, ObjectPath, source
+from conserve.store.files.objects import FilePath, source
+from conserve.store.files.place import place_of
 
 SCHEMA = pa.schema(
     [
@@ -265,7 +266,7 @@ def looked_up(
     `status` asks no bucket, since its answer would take long, and none would come from one that is out of reach.
     """
     data = readings.data(settings)
-    if isinstance(data, ObjectPath):
+    if place_of(data).in_bucket:
         return None
     untaken = readings.untaken(settings, job_id)
     if not untaken:  # removed meanwhile

@@ -33,7 +33,6 @@ from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.mounted import require_folders
 from conserve.store.database.store import Store
 from conserve.store.files import digests, job_folders, layout, os_errors
-from conserve.store.files.objects import ObjectPath
 from conserve.store.sql.duplicates import first_duplicate
 
 ADDED_WITHIN_S = 3600.0  # within that time the sweep takes no folder of a bucket
@@ -71,7 +70,7 @@ def submit(
     `check_rows` is called with the number of rows, and may raise; `before_queueing` once only the queueing is left.
     With `batch_id` the job is that batch's; raises `Overtaken` if the batch needs none any more.
     """
-    if isinstance(store.data, ObjectPath) and given.keep is not Keep.REFERENCE:
+    if store.in_bucket and given.keep is not Keep.REFERENCE:
         given = replace(given, keep=Keep.COPY)  # a link would be to a file of this machine
     check_task(task)
     check_terms(terms)
@@ -202,7 +201,7 @@ def enqueue(
     """
     with store.read() as tx:
         namesakes = catalog.named(tx, name)
-        drawn = new_ids(name, length=LENGTH if isinstance(store.data, Path) else LENGTH_IN_BUCKET)
+        drawn = new_ids(name, length=LENGTH_IN_BUCKET if store.in_bucket else LENGTH)
         free = (i for i in drawn if not catalog.taken(tx, i))
         job_id = next(i for i in free if not layout.job_folder(store.data, i).exists())  # another store's
     with os_errors.explained(store.data):

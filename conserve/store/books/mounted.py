@@ -1,7 +1,6 @@
 """Presence of the folders of the jobs: a disk that is not mounted, or another machine's, has lost nothing."""
 
 import shlex
-from pathlib import Path
 
 from sqlalchemy import Connection
 
@@ -19,7 +18,7 @@ def require_folders(tx: Connection, where: FilePath) -> None:
 
     Files must be neither judged nor made there: the place is then an empty mount point, or one of another machine.
     """
-    if not isinstance(where, Path):
+    if place_of(where).in_bucket:
         return
     jobs, ours, others = layout.jobs_folder(where), store_id(tx), False
     with os_errors.damage_apart(jobs):
@@ -39,7 +38,7 @@ def require_folders(tx: Connection, where: FilePath) -> None:
     )
 
 
-def is_ours(folder: Path, ours: str) -> bool:
+def is_ours(folder: FilePath, ours: str) -> bool:
     """True for a job's folder that is marked as this store's, or has no mark that can be read."""
     mark = place_of(folder).mark()
     return mark is None or mark.store_id == ours
@@ -51,7 +50,7 @@ def require_folder(tx: Connection, where: FilePath, job_id: str) -> None:
     Nothing is known of its files then: each machine of a queue may have been given a folder of its own by mistake.
     """
     folder = layout.job_folder(where, job_id)
-    if isinstance(folder, Path) and not folder.exists() and not of_one_machine(tx):
+    if not place_of(folder).in_bucket and not folder.exists() and not of_one_machine(tx):
         raise StoreForbidden(
             f"{folder} is missing; harvesters of one database need one folder of files (CONSERVE_DATA, or the same "
             f"CONSERVE_HOME mounted), so look where job {job_id} was submitted",

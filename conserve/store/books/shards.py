@@ -277,7 +277,7 @@ def register(
 
 def is_kept(path: FilePath, written_at: float) -> bool:
     """True if no sweep can have taken a file that was just written; no transaction waits for a bucket's answer."""
-    return path.exists() if isinstance(path, Path) else time.time() - written_at < NAMED_WITHIN_S
+    return time.time() - written_at < NAMED_WITHIN_S if place_of(path).in_bucket else path.exists()
 
 
 def discard(path: FilePath) -> None:

@@ -5,7 +5,6 @@ leaves a file that no record names, which `sweep_uploads` takes.
 """
 
 import secrets
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,9 +16,8 @@ from conserve.store.books.mounted import require_folders
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import os_errors, trash
-from conserve.store.files.objects import FilePath, ObjectPath, below
+from conserve.store.files.objects import FilePath, below
 from conserve.store.files.place import place_of
-from conserve.store.files.probe import ahead_s
 
 file, batch = schema.file, schema.batch
 
@@ -163,24 +161,13 @@ def sweep_uploads(store: Store, *, now: float) -> int:
     A database that was rebuilt, or restored from a copy, may have forgotten them. Ages of objects are by
     the clock of their bucket.
     """
-    if isinstance(store.data, ObjectPath):
-        now -= ahead_s(store.data)
+    now -= place_of(store.data).ahead_s()
     with store.read() as tx:
         known = set(tx.scalars(select(file.c.path)))
     swept = 0
-    for path, modified_at in changes(folder(store)):
+    for path, modified_at in place_of(folder(store)).changes():
         with suppress(OSError):
             if modified_at < now - STALE_AFTER_S and below(path, store.data) not in known:
                 trash.throw_away(store.data, path, now=now)
                 swept += 1
     return swept
-
-
-def changes(where: FilePath) -> Iterator[tuple[FilePath, float]]:
-    """Yield the files of a folder and the times of their last changes, in s since the epoch."""
-    if isinstance(where, ObjectPath):
-        yield from ((entry.path, entry.modified_at) for entry in where.entries())
-        return
-    for path in where.glob("*"):
-        with suppress(OSError):
-            yield path, path.stat().st_mtime

@@ -110,6 +110,11 @@ class Store:
             )
 
     @property
+    def in_bucket(self) -> bool:
+        """True if the files lie in a bucket."""
+        return place_of(self.data).in_bucket
+
+    @property
     def local(self) -> Path:
         """Folder of this machine in which files are made: beside the others, or the home if these are objects."""
         return self.data if isinstance(self.data, Path) else self.home

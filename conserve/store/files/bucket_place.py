@@ -1,5 +1,6 @@
 """A store's files in a bucket: objects appear whole or not at all, and there are neither folders nor locks."""
 
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from conserve.store.files.folder_place import FolderPlace
-from conserve.store.files.layout import SENDING
+from conserve.store.files.layout import PROBES, SENDING
 from conserve.store.files.marks import MARK, Mark, decoded, encoded
 from conserve.store.files.objects import ObjectPath
 
@@ -57,6 +58,58 @@ class BucketPlace:
         files = (path for path in folder.rglob("*") if path.is_file())
         for path in sorted(files, key=lambda path: path.name != MARK):
             (self.path / path.relative_to(folder).as_posix()).upload(path)
+
+    def move_to(self, there: ObjectPath) -> None:
+        """Move an object, or all below the path; each is deleted once its copy is there."""
+        if self.path.is_file():
+            self.path.copy_to(there)
+            self.path.unlink()
+            return
+        for entry in self.path.entries():
+            entry.path.copy_to(there / entry.path.relative_to(self.path))
+            entry.path.unlink(missing_ok=True)
+        self.path.remove_tree()  # what object storage keeps of a folder
+
+    def is_there(self) -> bool:
+        """Look for an object, or objects below the path."""
+        return self.path.exists()
+
+    def length(self) -> int:
+        """Ask for the length."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def size(self) -> int:
+        """Add up the lengths of one listing."""
+        if self.path.is_file():
+            return self.path.stat().st_size
+        return sum(entry.bytes for entry in self.path.entries())
+
+    def changes(self) -> Iterator[tuple[ObjectPath, float]]:
+        """Yield all objects below the path."""
+        yield from ((entry.path, entry.modified_at) for entry in self.path.entries())
+
+    def parquet_by_age(self) -> list[ObjectPath]:
+        """List the objects below the path."""
+        entries = sorted(self.path.entries(), key=lambda entry: (entry.modified_at, entry.path.name))
+        return [entry.path for entry in entries]
+
+    def ahead_s(self) -> float:
+        """Put an object, and read its time: the service's clock dates objects."""
+        path, here = self.path / PROBES / uuid.uuid4().hex, time.time()
+        path.write_bytes(b"")
+        try:
+            return max(0.0, here - path.stat().st_mtime)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def delete(self) -> int:
+        """Delete all objects below the path, or an error comes."""
+        used = self.size()
+        self.remove_tree()
+        return used
 
     def remove_tree(self) -> None:
         """Delete all objects below the path."""

@@ -86,6 +86,53 @@ class FolderPlace:
         folder.rename(self.path)
         sync(self.path.parent)
 
+    def move_to(self, there: Path) -> None:
+        """Move the file or folder, to another disk by a copy."""
+        there.parent.mkdir(parents=True)
+        try:
+            shutil.move(self.path, there)  # not by renaming alone: the jobs may be on a disk of their own
+        except OSError:
+            with suppress(OSError):  # half of a copy stays
+                os.removedirs(there.parent)
+            raise
+
+    def is_there(self) -> bool:
+        """Look for the path itself, not for what a link leads to."""
+        return os.path.lexists(self.path)
+
+    def length(self) -> int:
+        """Ask for the length; a link's own counts."""
+        try:
+            return self.path.lstat().st_size if not self.path.is_dir() else 0
+        except OSError:
+            return 0
+
+    def size(self) -> int:
+        """Add the lengths up."""
+        files = (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names)
+        return sum(FolderPlace(path).length() for path in (self.path, *files))
+
+    def changes(self) -> Iterator[tuple[Path, float]]:
+        """Yield what is right in the folder."""
+        for path in self.path.glob("*"):
+            with suppress(OSError):
+                yield path, path.stat().st_mtime
+
+    def parquet_by_age(self) -> list[Path]:
+        """List what is right in the folder, without scratch files."""
+        found = self.path.glob("[!.]*.parquet")
+        return sorted(found, key=lambda path: (modified_ns(path), path.name))
+
+    def ahead_s(self) -> float:
+        """Return 0: files of a folder are dated by clocks that are taken for this machine's."""
+        return 0.0
+
+    def delete(self) -> int:
+        """Delete the file or folder, and compare its size before and afterwards."""
+        used = self.size()
+        self.remove_tree()
+        return used - self.size()
+
     def remove_tree(self) -> None:
         """Delete the folder, or what of it this user may delete."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -165,6 +212,14 @@ class FolderPlace:
             if [path.name for path in self.path.iterdir()] == [MARK]:
                 (self.path / MARK).unlink()
                 self.path.rmdir()
+
+
+def modified_ns(path: Path) -> int:
+    """Time of the last change of a file; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def locked(file: int) -> bool:

@@ -25,6 +25,7 @@ INPUTS = "inputs.parquet"
 PARTS = "inputs"
 RESULTS = "results"
 SENDING = "sending"
+PROBES = "probes"
 
 
 def jobs_folder(data: P) -> P:

@@ -322,7 +322,7 @@ def source(path: FilePath) -> Path | ObjectFile:
     return path if isinstance(path, Path) else path.open()
 
 
-def below(path: FilePath, root: FilePath) -> str:
+def below(path: JoinablePath, root: JoinablePath) -> str:
     """Path of a file below the place of the store's files, as the database has it."""
     return str(PurePosixPath(str(path)).relative_to(str(root)))
 

@@ -48,6 +48,30 @@ class Place(Protocol[P]):
     def adopt(self, folder: Path) -> None:
         """Give a finished folder of this machine this name, durably."""
 
+    def move_to(self, there: P) -> None:
+        """Move the file, or the folder with what is in it, to a folder that is made."""
+
+    def is_there(self) -> bool:
+        """True if there is a file or a folder, or a link that leads nowhere."""
+
+    def length(self) -> int:
+        """Bytes of one file; a folder, and a file that has just gone, has none."""
+
+    def size(self) -> int:
+        """Bytes of a file, or of all files in a folder; those in a folder that may not be entered do not count."""
+
+    def changes(self) -> Iterator[tuple[P, float]]:
+        """Yield the files of a folder and the times of their last changes, in s since the epoch."""
+
+    def parquet_by_age(self) -> list[P]:
+        """Parquet files of a folder, the one first that was written first."""
+
+    def ahead_s(self) -> float:
+        """Seconds by which this machine's clock is ahead of the one that dates the files; 0 if it is behind."""
+
+    def delete(self) -> int:
+        """Delete a file, or a folder, or what of it can be deleted; returns the bytes freed."""
+
     def remove_tree(self) -> None:
         """Delete a folder, with what is in it."""
 

@@ -4,9 +4,8 @@ import time
 import uuid
 
 from conserve.errors import StoreError
+from conserve.store.files.layout import PROBES
 from conserve.store.files.objects import FilePath, ObjectPath
-
-PROBES = "probes"
 
 
 def probe(data: FilePath) -> float:
@@ -21,13 +20,3 @@ def probe(data: FilePath) -> float:
     if not same or path.is_file():
         raise StoreError(f"{data} does not keep what is written there, or does not delete it")
     return time.perf_counter() - began
-
-
-def ahead_s(data: ObjectPath) -> float:
-    """Seconds by which this machine's clock is ahead of the bucket's, which dates objects; 0 if it is behind."""
-    path, here = data / PROBES / uuid.uuid4().hex, time.time()
-    path.write_bytes(b"")
-    try:
-        return max(0.0, here - path.stat().st_mtime)
-    finally:
-        path.unlink(missing_ok=True)

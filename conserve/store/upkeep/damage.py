@@ -108,9 +108,10 @@ def missing_objects(
             by_job[file.job_id].append(file)
     found = []
     for job_id, wanted in by_job.items():
-        lengths = {entry.path: entry.bytes for entry in (where / layout.JOBS / job_id).entries()}
+        entries = layout.job_folder(where, job_id).entries()
+        lengths: dict[FilePath, int] = {entry.path: entry.bytes for entry in entries}
         for file in wanted:
-            length = lengths.get(file.path) if isinstance(file.path, ObjectPath) else None
+            length = lengths.get(file.path)
             what = "is missing" if length is None else None
             if length is not None and file.seal is not None:
                 what = digests.length_fault(length, file.seal)

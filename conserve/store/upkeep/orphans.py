@@ -8,7 +8,6 @@ failed rows are no orphans either, since `retry` drops such files; their rows ar
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,8 @@ from conserve.store.books.places import Positions
 from conserve.store.books.shards import ShardFile
 from conserve.store.database import counters, schema
 from conserve.store.files import digests, layout, os_errors
-from conserve.store.files.objects import FilePath, ObjectPath, below, source
+from conserve.store.files.objects import FilePath, below, source
+from conserve.store.files.place import place_of
 from conserve.units import count
 
 journal = schema.journal
@@ -49,20 +49,7 @@ def on_disk(where: FilePath, job_id: str) -> list[FilePath]:
     Listed before the database is read, each was registered by then or has its rows in the journal, unless the
     database went back in time.
     """
-    folder = layout.job_folder(where, job_id) / layout.RESULTS
-    if isinstance(folder, ObjectPath):
-        entries = sorted(folder.entries(), key=lambda entry: (entry.modified_at, entry.path.name))
-        return [entry.path for entry in entries]
-    lying: list[Path] = sorted(folder.glob("[!.]*.parquet"), key=lambda path: (modified_ns(path), path.name))
-    return [*lying]
-
-
-def modified_ns(path: Path) -> int:
-    """Time of the last change of a file; 0 if it is gone."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+    return place_of(layout.job_folder(where, job_id) / layout.RESULTS).parquet_by_age()
 
 
 def among(

@@ -5,7 +5,6 @@ names, which the sweep takes, and never a record without its files.
 """
 
 import logging
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +24,7 @@ from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
 from conserve.store.files import job_folders, layout, os_errors, trash
 from conserve.store.files.marks import Mark
-from conserve.store.files.objects import FilePath, ObjectPath
+from conserve.store.files.objects import FilePath, ObjectPath, P, below
 from conserve.store.files.place import place_of
 
 log = logging.getLogger(__name__)
@@ -73,9 +72,9 @@ def room(store: Store) -> Room:
     folders = layout.listed(layout.jobs_folder(store.data))
     return Room(
         jobs=usages,
-        database_bytes=sum(trash.length(path) for path in database_files(store)),
+        database_bytes=sum(place_of(path).length() for path in database_files(store)),
         trash_bytes=sum(map(trash_bytes, {store.data, store.local})),
-        unknown_bytes=sum(trash.size(path) for path in folders if path.name not in known),
+        unknown_bytes=sum(place_of(path).size() for path in folders if path.name not in known),
         total_bytes=total_bytes(store),
     )
 
@@ -86,8 +85,8 @@ def total_bytes(store: Store) -> int:
     places |= {part for each in places for part in (layout.jobs_folder(each), trash.folder(each))}
     folders = {path.resolve() for path in places if isinstance(path, Path)}
     apart = [path for path in folders if folders.isdisjoint(path.parents)]
-    objects = trash.size(store.data) if isinstance(store.data, ObjectPath) else 0
-    return objects + sum(map(trash.size, apart))
+    objects = place_of(store.data).size() if store.in_bucket else 0
+    return objects + sum(place_of(path).size() for path in apart)
 
 
 def database_files(store: Store) -> list[Path]:
@@ -100,7 +99,7 @@ def database_files(store: Store) -> list[Path]:
 
 def trash_bytes(where: FilePath) -> int:
     """Bytes in the trash."""
-    return sum(trash.size(path) for path in trash.contents(where))
+    return sum(place_of(path).size() for path in trash.contents(where))
 
 
 def usage(store: Store, wanted: Iterable[ColumnElement[bool]] = ALL) -> list[DiskUsage]:
@@ -141,10 +140,10 @@ def job_bytes(data: FilePath, job_id: str) -> JobBytes:
     """Sizes of a job's files."""
     folder = layout.job_folder(data, job_id)
     return JobBytes(
-        requests=trash.length(layout.requests_file(data, job_id)),
-        inputs=trash.length(layout.inputs_file(data, job_id)),
-        results=trash.size(folder / layout.RESULTS),
-        all=trash.size(folder),
+        requests=place_of(layout.requests_file(data, job_id)).length(),
+        inputs=place_of(layout.inputs_file(data, job_id)).length(),
+        results=place_of(folder / layout.RESULTS).size(),
+        all=place_of(folder).size(),
     )
 
 
@@ -234,25 +233,24 @@ def refusal(job_id: str, state: str) -> str:
     return f"job {job_id} is {state} and not finished; nothing was removed, add --force to remove it all the same"
 
 
-def delete_files(where: FilePath, folder: FilePath, *, now: float) -> int:
+def delete_files(where: P, folder: P, *, now: float) -> int:
     """Delete a job's folder, through the trash if possible, so that it goes as a whole; returns the bytes freed."""
-    used = trash.size(folder)
-    if isinstance(folder, ObjectPath):
+    place = place_of(folder)
+    used, thrown = place.size(), folder
+    if place.in_bucket:
         with suppress(StoreUnreachable):  # the database forgot the job, so what is left is swept
-            folder.remove_tree()
+            place.remove_tree()
             return used
         return 0
-    assert isinstance(where, Path)
-    thrown = folder
     with suppress(OSError):
-        thrown = Path(str(trash.throw_away(where, folder, now=now)))
-    shutil.rmtree(thrown, ignore_errors=True)
+        thrown = trash.throw_away(where, folder, now=now)
+    place_of(thrown).remove_tree()
     if thrown is not folder:
-        trashed = where / trash.TRASH
-        shutil.rmtree(trashed / thrown.relative_to(trashed).parts[0], ignore_errors=True)
+        trashed = trash.folder(where)
+        place_of(trashed / below(thrown, trashed).partition("/")[0]).remove_tree()
     if trash.is_left(thrown):
         log.warning(trash.stays(thrown))
-    return used - trash.size(thrown)
+    return used - place_of(thrown).size()
 
 
 def ended_by(moment: float) -> Iterable[ColumnElement[bool]]:

@@ -27,7 +27,6 @@ from conserve.store.database.store import Store
 from conserve.store.files import job_folders, layout, marks, multipart, trash
 from conserve.store.files.objects import FilePath, ListedObject, ObjectPath, below
 from conserve.store.files.place import place_of
-from conserve.store.files.probe import ahead_s
 
 shard = schema.shard
 
@@ -180,7 +179,7 @@ def sweep_objects(store: Store, data: ObjectPath, *, now: float) -> int:
     The listing is older than the database's names that it is compared with, and an object that is named later than
     a day after it was written does not occur. Ages are by the clock of the bucket, which dates its objects.
     """
-    now -= ahead_s(data)
+    now -= place_of(data).ahead_s()
     by_job: dict[str, list[tuple[str, ListedObject]]] = defaultdict(list)
     for job_id, part, entry in job_folders.objects(data):
         by_job[job_id].append((part, entry))
