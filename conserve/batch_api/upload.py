@@ -37,7 +37,7 @@ class Upload:
     def __init__(self, path: FilePath, local: Path) -> None:
         self.path = path
         self.bytes = self._newlines = 0
-        self._scratch = place_of(path).sending(local)
+        self._scratch = place_of(path).scratch_file(local)
         self._file: BinaryIO = self._scratch.open("wb")
         self._digest = hashlib.blake2b(digest_size=16)
         self._ended = True  # with a newline

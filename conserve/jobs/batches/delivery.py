@@ -131,7 +131,7 @@ class LinesFile:
     def __init__(self, folder: FilePath, local: Path) -> None:
         self.id = uploads.new_file_id()
         self._path = folder / f"{self.id}.jsonl"
-        self._scratch = place_of(self._path).sending(local)
+        self._scratch = place_of(self._path).scratch_file(local)
         self._file: BinaryIO = self._scratch.open("wb")
         self._digest = hashlib.blake2b(digest_size=16)
         self._bytes = self._lines = 0

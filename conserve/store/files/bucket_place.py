@@ -30,7 +30,7 @@ class BucketPlace:
     def make_private(self) -> None:
         """Do nothing: a bucket needs no folders, and its owner says who may read it."""
 
-    def sending(self, local: Path) -> Path:
+    def scratch_file(self, local: Path) -> Path:
         """Scratch file of this machine, whose folder is made."""
         FolderPlace(local / SENDING).make_with_parents()
         return local / SENDING / f"{uuid.uuid4().hex}.tmp"
@@ -42,7 +42,7 @@ class BucketPlace:
     @contextmanager
     def fetched(self, local: Path) -> Iterator[Path]:
         """Yield a copy of the object."""
-        copy = self.sending(local)
+        copy = self.scratch_file(local)
         try:
             self.path.download(copy)
             yield copy
@@ -106,7 +106,7 @@ class BucketPlace:
             path.unlink(missing_ok=True)
 
     def delete(self) -> int:
-        """Delete all objects below the path, or an error comes."""
+        """Delete all objects below the path; an error says that some are left."""
         used = self.size()
         self.remove_tree()
         return used

@@ -37,7 +37,7 @@ class FolderPlace:
         self.make()
 
     def make_private(self) -> None:
-        """Make the folder, which nobody else may enter; parents are as the user's others."""
+        """Make a new folder so that nobody else may enter it; its parents are as the user's others."""
         parent = FolderPlace(self.path.parent)
         if parent._is_new():
             parent.make_with_parents()
@@ -53,7 +53,7 @@ class FolderPlace:
         except PermissionError:
             return False
 
-    def sending(self, local: Path) -> Path:
+    def scratch_file(self, local: Path) -> Path:
         """Scratch file beside the file to be."""
         return self.path.with_suffix(".tmp")
 
@@ -72,7 +72,7 @@ class FolderPlace:
         """Copy the file under a scratch name first."""
         copy = FolderPlace(other)
         FolderPlace(other.parent).make_with_parents()
-        scratch = copy.sending(other.parent)
+        scratch = copy.scratch_file(other.parent)
         try:
             shutil.copyfile(self.path, scratch)
             copy.write(scratch)
@@ -128,7 +128,7 @@ class FolderPlace:
         return 0.0
 
     def delete(self) -> int:
-        """Delete the file or folder, and compare its size before and afterwards."""
+        """Delete the folder, and compare its size before and afterwards."""
         used = self.size()
         self.remove_tree()
         return used - self.size()

@@ -224,7 +224,7 @@ FilePath: TypeAlias = Path | ObjectPath
 
 
 class JoinablePath(Protocol):
-    """What both kinds of path have, and give paths of their own kind by."""
+    """What both kinds of path have; the paths that it gives are of the same kind."""
 
     @property
     def name(self) -> str:

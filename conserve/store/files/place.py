@@ -33,7 +33,7 @@ class Place(Protocol[P]):
     def make_private(self) -> None:
         """Make a folder as `make_with_parents` does; a new one is for its user alone, with all in it."""
 
-    def sending(self, local: Path) -> Path:
+    def scratch_file(self, local: Path) -> Path:
         """Scratch file of a file to be: beside it, or in the folder `local`."""
 
     def write(self, scratch: Path) -> None:
@@ -49,7 +49,7 @@ class Place(Protocol[P]):
         """Give a finished folder of this machine this name, durably."""
 
     def move_to(self, there: P) -> None:
-        """Move the file, or the folder with what is in it, to a folder that is made."""
+        """Move the file, or the folder with what is in it; the folder above is made."""
 
     def is_there(self) -> bool:
         """True if there is a file or a folder, or a link that leads nowhere."""
@@ -70,7 +70,7 @@ class Place(Protocol[P]):
         """Seconds by which this machine's clock is ahead of the one that dates the files; 0 if it is behind."""
 
     def delete(self) -> int:
-        """Delete a file, or a folder, or what of it can be deleted; returns the bytes freed."""
+        """Delete a folder, or what of it can be deleted; returns the bytes freed."""
 
     def remove_tree(self) -> None:
         """Delete a folder, with what is in it."""
@@ -109,8 +109,8 @@ def place_of(path: P) -> Place[P]:
 
 @contextmanager
 def scratch_of(path: FilePath, local: Path) -> Iterator[Path]:
-    """Yield the scratch file of a file to be, until `Place.write` has moved it or an error came."""
-    scratch = place_of(path).sending(local)
+    """Yield the scratch file of a file to be; one that `Place.write` did not move is deleted."""
+    scratch = place_of(path).scratch_file(local)
     try:
         yield scratch
     finally:
