@@ -13,10 +13,13 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from conserve.engine.known_times import KnownTimes
+from conserve.engine.section import AUTO, EngineSection
 from conserve.engine.vllm.scheduling.scheduler import CoServing
 from conserve.engine.vllm.simulation.bare import Clock, SchedulerAlone, bare_config
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.model import LinearModel
 
 __all__ = ["BareEngine", "Clock", "engine_config"]
 
@@ -27,21 +30,24 @@ FOLDER = TemporaryDirectory(
 RESIDUALS = [(ms, 1.0) for ms in range(1, 400)]  # the model is right
 
 
-def engine_config(folder: Path, *, section: Mapping[str, Any] | None, **flags: Any) -> VllmConfig:
-    """vLLM's configuration for a model that is nothing but its config.json."""
-    return bare_config(folder, section=None if section is None else {**known_model(), **section}, **flags)
+def engine_config(
+    folder: Path, *, section: Mapping[str, Any] | None, times: KnownTimes | None = None, **flags: Any
+) -> VllmConfig:
+    """vLLM's configuration for a model that is nothing but its config.json; without times those of `MODEL`."""
+    if section is None:
+        return bare_config(folder, section=None, **flags)
+    known = None if section.get("profile") == AUTO else times or known_times()
+    return bare_config(folder, section=section_of(**section), times=known, **flags)
 
 
-def known_model() -> dict[str, Any]:
-    """The section's part that says how long iterations take."""
-    return {
-        "model": MODEL.name,
-        "coefficients": MODEL.coefficients,
-        "residuals": RESIDUALS,
-        "of": "test",
-        "correction": str(Path(FOLDER.name) / "correction"),
-        "keep_correction": False,
-    }
+def section_of(**said: Any) -> EngineSection:
+    """A section that promises nothing and pauses nothing by default."""
+    return EngineSection.of({"harm": None, "receipt": 0.0, **said})
+
+
+def known_times(model: LinearModel = MODEL) -> KnownTimes:
+    """How long iterations take."""
+    return KnownTimes.made_up(model, Path(FOLDER.name), of="test", residuals=RESIDUALS)
 
 
 def let_see(engine: Any, embeddings: int, embedding_ms: float = 0.0) -> None:

@@ -30,9 +30,9 @@ from conserve.engine.vllm.iteration import Stamp, outcome_of
 from conserve.engine.vllm.launching.number_format import computing_on
 from conserve.engine.vllm.preemption import cpu_pieces
 from conserve.engine.vllm.preemption.worker import Worker as OurWorker
-from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
+from conserve.engine.vllm.settings import SCHEDULER, WORKER, entries
 from tests.asked_orders import Asking
-from tests.bare_scheduler import known_model
+from tests.bare_scheduler import known_times, section_of
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -169,14 +169,14 @@ class PreemptedEngine:
             # With whitespace allowed, a random model writes nothing else.
             "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         }
-        ours = {**known_model(), "policy": "conserve", "safepoint_every": 1, **(section or {})}
+        ours = section_of(**{"safepoint_every": 1, **(section or {})})
         self.llm = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(model),
                 scheduling_policy="priority",
                 scheduler_cls=SCHEDULER,
                 worker_cls=worker,
-                additional_config={SECTION: ours},
+                additional_config=entries(ours, known_times()),
                 **{**chosen, **flags},
             )
         )

@@ -13,6 +13,7 @@ from conserve.config import UNSET, Settings, source_of
 from conserve.engine.runtime.vllm_flags import spelled_out
 from conserve.errors import SettingsError
 from conserve.hosts import about_login, without_login
+from conserve.names import PACED
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import GOING
 from conserve.units import count, duration
@@ -116,15 +117,21 @@ def engine_flags(settings: Settings, flags: Sequence[str]) -> list[str]:
 
 def requested_settings(settings: Settings, flags: Sequence[str], pace: ProfileFlags) -> "RequestedSettings":
     """Settings of the embedded engine that the flags ask for."""
-    from conserve.engine.policy.promises import Promises
+    from conserve.engine.section import EngineSection
     from conserve.engine.vllm.settings import RequestedSettings
 
     behind = f" -- {shlex.join(flags)}" if flags else ""
-    return RequestedSettings(
-        folder=settings.profiles_folder,
-        command=f"conserve profile {settings.engine_model}{behind}",
+    section = EngineSection(
+        policy=PACED,
+        tbt_slo_ms=pace.tbt_ms,
+        harm=None,
+        receipt=0.0,
         profile=pace.profile,
-        promises=Promises.of({"tbt_ms": pace.tbt_ms}),
+        profiles=str(settings.profiles_folder),
+    )
+    return RequestedSettings(
+        section=section,
+        command=f"conserve profile {settings.engine_model}{behind}",
         keep_correction=not pace.forget_correction,
     )
 

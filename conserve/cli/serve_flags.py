@@ -207,7 +207,7 @@ def shares(
 ) -> dict[str, float | None]:
     """Entries of the engine's section for these shares, as far as given: `push` is a scale of the SLO."""
     from conserve.engine.runtime.receipt import LARGEST_SHARE
-    from conserve.engine.vllm.settings import MOST_PREFIXES
+    from conserve.engine.section import MOST_PREFIXES
 
     said: dict[str, float | None] = {} if harm is None else {"harm": share("--harm", harm)}
     if receipt is not None:

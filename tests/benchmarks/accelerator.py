@@ -94,6 +94,7 @@ def figure(name: str, unit: str, value: float, note: str = "") -> Figure:
 
 def play(policy: str, rate: float, promise: Promise, *, ahead: bool = True) -> Point:
     """One block under a policy, after some seconds of rows alone. Online-only is scheduled ahead, as vLLM does."""
+    from conserve.engine.section import AUTO, EngineSection
     from conserve.engine.vllm.preemption import arrivals as arriving
     from conserve.engine.vllm.settings import WORKER
     from conserve.engine.vllm.simulation.bare import Clock, bare_config
@@ -106,8 +107,8 @@ def play(policy: str, rate: float, promise: Promise, *, ahead: bool = True) -> P
     )
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, clock.installed():
-        section = {"policy": policy, "preemption": "prompt", "model": None, **promise}
-        config = bare_config(Path(folder), section=section, **FLAGS)
+        said = {"policy": policy, "profile": AUTO, "harm": None, "receipt": 0.0, **promise}
+        config = bare_config(Path(folder), section=EngineSection.of(said), **FLAGS)
         config.parallel_config.worker_cls = WORKER
         config.scheduler_config.async_scheduling = ahead
         # vLLM's V2 runner, under which iterations may be scheduled ahead, is none of a machine without Triton.

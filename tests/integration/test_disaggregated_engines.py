@@ -32,12 +32,13 @@ def make(tmp_path: Path, clock: Any) -> Make:
         rows: Sequence[tuple[int, int]] = ROWS,
     ) -> Any:
         from conserve.engine.vllm.simulation.disaggregated import Disaggregated, PoolEngine, handing_over
-        from tests.bare_scheduler import MODEL, known_model
+        from tests.bare_scheduler import MODEL, known_times, section_of
 
-        section = {**known_model(), "policy": "priority", "preemption": "off"}
+        section = section_of(policy="priority", preemption="off")
+        flags = {"max_num_batched_tokens": 1024, "block_size": BLOCK}
         stages = [
             PoolEngine(
-                handing_over(tmp_path, section, {"max_num_batched_tokens": 1024, "block_size": BLOCK}),
+                handing_over(tmp_path, section, known_times(), flags),
                 clock=clock,
                 model=MODEL,
                 layers=4,

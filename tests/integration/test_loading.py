@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from conserve.engine.runtime.machine import BINDING, RESERVED
 from conserve.engine.runtime.vllm_flags import ALONE, spelled_out
@@ -71,11 +72,12 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM reads the same arguments from it, and its scheduler the same settings."""
+    from conserve.engine.section import EngineSection
     from conserve.engine.vllm.launching import flags as launching
     from conserve.engine.vllm.launching.environment import OUTPUTS
     from conserve.engine.vllm.server.printed import VLLM_CPU, command_of
     from conserve.engine.vllm.server.process import arguments, parsed
-    from conserve.engine.vllm.settings import EngineSettings, written
+    from conserve.engine.vllm.settings import settings_of
 
     monkeypatch.setattr(
         launching, "_available_bytes", lambda: 8 << 30
@@ -84,13 +86,7 @@ def test_the_printed_command_serves_as_conserve_serve_would(
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
     flags = ["--max-model-len", "2048", "--port", "8123"]
-    section = {
-        "policy": "conserve",
-        "ttft_slo_ms": 1500.0,
-        "tbt_slo_ms": None,
-        "profile": None,
-        "control": True,
-    }
+    section = EngineSection(ttft_slo_ms=1500.0, control=True)
     printed = command_of(str(demo_model), flags, section, models_folder=demo_model.parent, keys=True)
     start, *words = shlex.split(printed.replace("\\\n", ""))
     assert [start, *words[:2]] == ["VLLM_PLUGINS=conserve", f"{OUTPUTS}=32", f"{RESERVED}=1"]
@@ -108,11 +104,7 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     cuts = SimpleNamespace(enable_chunked_prefill=True)
     model = SimpleNamespace(hf_config=SimpleNamespace())
     config = SimpleNamespace(additional_config={"conserve": ours}, scheduler_config=cuts, model_config=model)
-    settings = EngineSettings.read(config)
-    asked = written({name: value for name, value in section.items() if value is not None})
-    assert (settings.policy, settings.promises, settings.receipt, settings.preemption) == (
-        asked.policy, asked.promises, asked.receipt, asked.preemption
-    )  # fmt: skip
+    assert settings_of(config) == (replace(section, profile="auto"), None)
 
 
 def test_rows_leave_under_our_worker_alone() -> None:

@@ -39,11 +39,10 @@ class Ranks:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from conserve.engine.vllm.launching import fork_server
-        from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
-        from tests.bare_scheduler import known_model
+        from conserve.engine.vllm.settings import SCHEDULER, WORKER, entries
+        from tests.bare_scheduler import known_times, section_of
         from tests.integration.test_checkpoints import transfer
 
-        section = {**known_model(), "policy": "conserve", "safepoint_every": 1}
         config = EngineArgs(
             model=str(model),
             **parallel,
@@ -58,7 +57,7 @@ class Ranks:
             scheduling_policy="priority",
             scheduler_cls=SCHEDULER,
             worker_cls=WORKER,
-            additional_config={SECTION: section},
+            additional_config=entries(section_of(safepoint_every=1), known_times()),
             kv_transfer_config=transfer({"policy": "eager", "host_bytes": 64 << 20}),
         ).create_engine_config()
         fork_server.prepare(config)  # of which each rank is forked: it imports vLLM once

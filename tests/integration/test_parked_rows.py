@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from conserve.bench.traces import Arrival
 from tests.warned import OF_VLLM
@@ -37,9 +38,10 @@ def make(tmp_path: Path, clock: Any) -> Make:
         from conserve.engine.vllm.settings import WORKER
         from conserve.engine.vllm.simulation.copies import HostCopies, SimulatedCopies, checkpointing
         from conserve.engine.vllm.simulation.engine import SimulatedEngine
-        from tests.bare_scheduler import MODEL, engine_config
+        from tests.bare_scheduler import MODEL, engine_config, known_times
 
         host = HostCopies(blocks=500, block_ms=1.0) if copies else None
+        times = known_times()
         section = {"policy": "conserve", "preemption": "prompt", "harm": 0.1, "live_prefixes": 0, **settings}
         flags = {
             "block_size": BLOCK,
@@ -48,8 +50,9 @@ def make(tmp_path: Path, clock: Any) -> Make:
             "max_model_len": 4096,
         }
         if host is not None:
-            section["block_ms"], flags["kv_transfer_config"] = [1.0, 1.0], checkpointing(host, BLOCK)
-        config = engine_config(tmp_path, section=section, **flags)
+            times = replace(times, block_ms=[1.0, 1.0])
+            flags["kv_transfer_config"] = checkpointing(host, BLOCK)
+        config = engine_config(tmp_path, section=section, times=times, **flags)
         config.scheduler_config.async_scheduling = False
         config.parallel_config.worker_cls = WORKER
         return SimulatedEngine(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conserve.engine.policy.promises import Promises
+from conserve.engine.section import EngineSection
 from conserve.engine.vllm.launching.environment import engine_log, prepare_environment
 from conserve.engine.vllm.launching.flags import parse_flags
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
@@ -18,6 +18,7 @@ from conserve.engine.vllm.model.profile_key import key_of
 from conserve.engine.vllm.profiling.rig import EngineRig, build_core
 from conserve.engine.vllm.settings import RequestedSettings
 from conserve.errors import ProfileDerived, ProfileMissing
+from conserve.names import PACED
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.book import Book
 from conserve.profiles.correction import Correction
@@ -72,9 +73,8 @@ def test_the_engine_on_a_profile_cuts_its_iterations_to_the_time(home: Path) -> 
     config = parse_flags(path, FLAGS).create_engine_config()
     key = key_of(config)
     tbt_ms = Book(home / "profiles").find(key, command=COMMAND).model().predict(Batch.of([Slice(CHUNK, 0)]))
-    RequestedSettings(
-        folder=home / "profiles", command=COMMAND, promises=Promises.of({"tbt_ms": tbt_ms})
-    ).install(config)
+    section = EngineSection(policy=PACED, tbt_slo_ms=tbt_ms, harm=None, profiles=str(home / "profiles"))
+    RequestedSettings(section=section, command=COMMAND).install(config)
     core = asyncio.run(build_core(config, engine_log().fileno()))
     rig = EngineRig(DEMO_MODEL, key, core)
     scheduler: Any = core.scheduler
@@ -109,9 +109,10 @@ def test_an_engine_without_a_profile_says_how_to_make_one(home: Path, tmp_path: 
     for folder, flags in ((tmp_path, FLAGS), (home / "profiles", [*FLAGS, "--block-size", "64"])):
         config = parse_flags(path, flags).create_engine_config()
         with pytest.raises(ProfileMissing, match=f"run: {COMMAND}"):
-            RequestedSettings(folder=folder, command=COMMAND).install(config)
+            RequestedSettings(section=EngineSection(profiles=str(folder)), command=COMMAND).install(config)
+    derived = EngineSection(profiles=str(tmp_path), profile="llama-3.1-8b-h100")
     with pytest.raises(ProfileDerived, match="simulation only"):
-        RequestedSettings(folder=tmp_path, command=COMMAND, profile="llama-3.1-8b-h100").install(config)
+        RequestedSettings(section=derived, command=COMMAND).install(config)
 
 
 def test_run_paces_the_engine_by_a_model_learned_in_the_warm_up(tmp_path: Path) -> None:

@@ -701,7 +701,7 @@ def test_a_last_token_under_way_does_not_let_offline_requests_in(make: Make, asy
 
 def unprofiled(make: Make, policy: str, **flags: Any) -> Any:
     """An engine that has not learned how long iterations take."""
-    return make(policy, slo={**SLO, "model": None}, **flags)
+    return make(policy, slo={**SLO, "profile": "auto"}, **flags)
 
 
 @pytest.mark.parametrize("blocks", [40, 4096])
@@ -1096,14 +1096,13 @@ def test_no_prompt_is_cut_where_vllm_cuts_none(make: Make, policy: str) -> None:
     assert len(ended) == len(asked) or policy == "online-only"
 
 
-def test_iterations_count_as_overruns_where_rows_joined_or_left_but_not_where_all_left(make: Make) -> None:
+def test_iterations_count_as_overruns_where_rows_joined_or_left_but_not_where_all_left() -> None:
     from conserve.engine.policy.plan import Plan
     from conserve.engine.vllm.iteration import Iteration, IterationOutcome, Stamp
     from conserve.engine.vllm.scheduling.iterations import Iterations
-    from conserve.engine.vllm.settings import EngineSettings
     from conserve.profiles.batch import Batch
 
-    iterations = Iterations(EngineSettings.read(unprofiled(make, "conserve").config))
+    iterations = Iterations(None)
     stamp = Stamp(iteration=1, flag="", rows=["row1", "row2"], every=1)
 
     def end(limit_ms: float | None, **outcome: Any) -> tuple[int, int]:
@@ -1122,14 +1121,14 @@ def test_iterations_count_as_overruns_where_rows_joined_or_left_but_not_where_al
     assert end(40.0, left=frozenset(["row1", "row2"])) == (4, 3)
 
 
-def test_the_time_of_a_stopped_process_is_not_learned(make: Make) -> None:
+def test_the_time_of_a_stopped_process_is_not_learned() -> None:
     """A benchmark stops servers, and clouds move machines: such a time tells nothing of the next iterations."""
     from conserve.engine.vllm.iteration import Iteration
     from conserve.engine.vllm.scheduling.iterations import Iterations
-    from conserve.engine.vllm.settings import EngineSettings
     from conserve.profiles.batch import Batch, Slice
+    from tests.bare_scheduler import known_times
 
-    iterations = Iterations(EngineSettings.read(make("conserve").config))
+    iterations = Iterations(known_times())
     model, batch = iterations.model, Batch.of([Slice(1, 100, True)] * 8)
     assert model is not None
     usual_s = model.predict(batch) / 1e3
@@ -1156,14 +1155,12 @@ def test_the_time_of_a_stopped_process_is_not_learned(make: Make) -> None:
     assert model.scale > scale
 
 
-def test_a_model_that_embeds_is_not_learned(make: Make) -> None:
+def test_a_model_that_embeds_is_not_learned() -> None:
     """A plan by what was learned would cut prompts, and there is no decode step to spare."""
     from conserve.engine.vllm.scheduling.iterations import Iterations
-    from conserve.engine.vllm.settings import EngineSettings
 
-    installed = EngineSettings.read(unprofiled(make, "conserve").config)
-    assert Iterations(installed).warm_up is not None
-    assert Iterations(installed, learns=False).warm_up is None
+    assert Iterations(None).warm_up is not None
+    assert Iterations(None, learns=False).warm_up is None
 
 
 def test_prompts_with_logprobs_are_cut_shorter(make: Make) -> None:

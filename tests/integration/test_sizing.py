@@ -33,16 +33,16 @@ def played(tmp_path: Path, clock: Any) -> Played:
 
     def play(sized: Sized, engine: EngineModel) -> list[float]:
         from conserve.engine.vllm.simulation.engine import SimulatedEngine
-        from tests.bare_scheduler import engine_config
+        from tests.bare_scheduler import engine_config, known_times
 
         class Watched(SimulatedEngine):
             def go_on_until(self, moment: float) -> None:
                 super().go_on_until(moment)
                 self.seen = (self.clock.now, self.scheduler.conserve()["busy_s"])
 
-        section = {"policy": ONLINE_ONLY, "coefficients": engine.model.coefficients}
+        section, times = {"policy": ONLINE_ONLY}, known_times(engine.model)
         watched = Watched(
-            engine_config(tmp_path, section=section, **FLAGS),
+            engine_config(tmp_path, section=section, times=times, **FLAGS),
             clock=clock,
             model=engine.model,
             layers=1,
@@ -84,10 +84,10 @@ def test_the_engine_is_half_busy_however_slow_the_machine(played: Played, times:
 
 
 def test_the_scheduler_tells_the_speed_that_the_rate_is_set_by(tmp_path: Path, clock: Any) -> None:
-    from tests.bare_scheduler import BareEngine, engine_config
+    from tests.bare_scheduler import BareEngine, engine_config, known_times
 
     model = slower(5).model
-    config = engine_config(tmp_path, section={"coefficients": model.coefficients}, **FLAGS)
+    config = engine_config(tmp_path, section={}, times=known_times(model), **FLAGS)
     said = BareEngine(config, clock=clock).scheduler.conserve()
     told = {"name": "conserve", "coefficients": model.coefficients, "scale": 1.0}
     assert said["latency_model"].items() >= told.items()

@@ -479,9 +479,8 @@ class TestHooks:
         code = """
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.scheduling.iterations import Iterations
-from conserve.engine.vllm.settings import EngineSettings
 from conserve.profiles.batch import Batch, Slice
-timed = Iterations(EngineSettings(policy="conserve", promises=None, receipt=0.0, model=None))
+timed = Iterations(None)
 for ended in (10.0, 10.5):
     one = Iteration(started=9.5, tokens={"a": 3}, batch=Batch.of([Slice(3, 40)]))
     timed.end(one, ended)

@@ -6,9 +6,9 @@ import pytest
 
 from conserve.cli import server_status
 from conserve.cli.serve_flags import shares
+from conserve.engine.section import EngineSection
 from conserve.engine.vllm.server.metrics import Report
 from conserve.engine.vllm.server.printed import portable
-from conserve.engine.vllm.settings import live_prefixes_of, written
 from conserve.errors import SettingsError
 from tests.server_reports import report
 
@@ -40,19 +40,19 @@ def test_a_share_out_of_range_is_told_by_its_flag() -> None:
 
 
 def test_half_is_kept_where_nothing_is_said() -> None:
-    assert live_prefixes_of({}) == written({}).live_prefixes == 0.5
-    assert live_prefixes_of({"live_prefixes": 0}) == 0.0
+    assert EngineSection.of({}).live_prefixes == 0.5
+    assert EngineSection.of({"live_prefixes": 0}).live_prefixes == 0.0
 
 
 @pytest.mark.parametrize("share", [0.91, 1, -0.1, True, "half", None])
 def test_rows_keep_some_memory(share: Any) -> None:
     with pytest.raises(SettingsError, match=r"live_prefixes takes a share from 0 to 0\.9, not"):
-        written({"live_prefixes": share})
+        EngineSection.of({"live_prefixes": share})
 
 
 def test_a_printed_command_turns_it_off_too() -> None:
-    section = {"policy": "conserve", "live_prefixes": 0.0, "harm": 0.1, "profile": "auto"}
-    assert portable(section, None)["live_prefixes"] == 0.0
+    section = EngineSection(live_prefixes=0.0, harm=0.1, profile="auto")
+    assert portable(section, None).document()["live_prefixes"] == 0.0
 
 
 def test_status_tells_what_was_found_and_lost() -> None:

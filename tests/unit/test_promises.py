@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from math import inf
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from conserve.cli import serve_flags, serve_notices, server_status
+from conserve.config import default_home
 from conserve.engine.policy.promises import Promises, rank
 from conserve.engine.policy.view import Slo
-from conserve.engine.vllm.settings import EngineSettings, RequestedSettings, written
+from conserve.engine.section import EngineSection
+from conserve.engine.vllm.settings import RequestedSettings, settings_of
 from conserve.errors import SettingsError
 from conserve.names import DEFAULT_HARM
 from conserve.server_report import AloneReport, SloReport
@@ -123,19 +124,18 @@ class TestWholePrompts:
     )
     def test_no_promise_can_be_kept_on_them(self, section: dict[str, Any]) -> None:
         with pytest.raises(SettingsError, match="leave out --no-enable-chunked-prefill"):
-            EngineSettings.read(self.config(section))
-        asked = written(section)
+            settings_of(self.config(section))
         with pytest.raises(SettingsError, match="leave out --no-enable-chunked-prefill"):
-            RequestedSettings(
-                folder=Path(), command="", promises=asked.promises, classes=asked.classes
-            ).install(self.config({}))
-        assert EngineSettings.read(self.config({"harm": None})).promises == Promises()
+            RequestedSettings(section=EngineSection.of(section)).install(self.config({}))
+        read, _ = settings_of(self.config({"harm": None}))
+        assert read.promises == Promises()
 
     @pytest.mark.parametrize("model", [{"is_encoder_decoder": True}, {"runner_type": "pooling"}])
     def test_of_models_that_are_never_cut_no_tbt_is_promised(self, model: dict[str, Any]) -> None:
-        assert EngineSettings.read(self.config({}, **model)).promises.harm == DEFAULT_HARM
+        read, _ = settings_of(self.config({}, **model))
+        assert read.promises.harm == DEFAULT_HARM
         with pytest.raises(SettingsError, match="vLLM cuts none for this model; leave it out"):
-            EngineSettings.read(self.config({"tbt_slo_ms": 100}, **model))
+            settings_of(self.config({"tbt_slo_ms": 100}, **model))
 
 
 def test_a_model_that_vllm_schedules_by_a_class_of_its_own_is_refused() -> None:
@@ -144,7 +144,7 @@ def test_a_model_that_vllm_schedules_by_a_class_of_its_own_is_refused() -> None:
         model_config=SimpleNamespace(hf_config=SimpleNamespace(canvas_length=64)),
         additional_config={"conserve": {"profile": "auto"}},
     )
-    for read in (EngineSettings.read, RequestedSettings(folder=Path(), command="").install):
+    for read in (settings_of, RequestedSettings(section=EngineSection()).install):
         with pytest.raises(SettingsError, match="schedules a diffusion model by a class of its own"):
             read(config)
 
@@ -153,12 +153,14 @@ class TestDefault:
     """The promise where the user promises nothing."""
 
     def test_no_promise_is_a_harm_of_ten_percent(self) -> None:
-        assert written({}).promises == Promises(harm=DEFAULT_HARM)
-        assert written({"ttft_slo_ms": None, "tbt_slo_ms": None}).promises == Promises(harm=DEFAULT_HARM)
+        assert EngineSection.of({}).promises == Promises(harm=DEFAULT_HARM)
+        assert EngineSection.of({"ttft_slo_ms": None, "tbt_slo_ms": None}).promises == Promises(
+            harm=DEFAULT_HARM
+        )
 
     def test_the_latency_without_an_slo_has_the_default_harm(self) -> None:
         for said, other in (("ttft_slo_ms", "tbt_harm"), ("tbt_slo_ms", "ttft_harm")):
-            promises = written({said: {"p50": 40, "p99": 1500}}).promises
+            promises = EngineSection.of({said: {"p50": 40, "p99": 1500}}).promises
             assert promises.harm is None
             harms = {"ttft_harm": promises.slo.ttft_harm, "tbt_harm": promises.slo.tbt_harm}
             assert harms == {"ttft_harm": None, "tbt_harm": None, other: DEFAULT_HARM}
@@ -170,18 +172,18 @@ class TestDefault:
             {"ttft_slo_ms": 1500, "harm": 0.3},
             {"tbt_slo_ms": 100, "harm": None},
         ):
-            assert written(said).promises.default_harm is None
+            assert EngineSection.of(said).promises.default_harm is None
         for promises in (Promises(harm=0.3), Promises.of({"ttft_ms": 1500, "harm": 0.3})):
             assert promises.with_default_harm() == promises
 
     def test_harm_can_be_promised_beside_an_slo_and_switched_off(self) -> None:
-        assert written({"ttft_slo_ms": 1500, "harm": 0.05}).promises.harm == 0.05
-        assert written({"harm": None}).promises == Promises()
+        assert EngineSection.of({"ttft_slo_ms": 1500, "harm": 0.05}).promises.harm == 0.05
+        assert EngineSection.of({"harm": None}).promises == Promises()
 
     def test_a_wrong_section_is_refused_with_its_name(self) -> None:
         for section in ({"harm": -1}, {"tbt_slo_ms": {"p50": 9, "p99": 3}}):
             with pytest.raises(SettingsError, match=r"additional_config\.conserve: "):
-                written(section)
+                EngineSection.of(section)
 
     def test_the_server_says_what_it_promises(self) -> None:
         section: dict[str, Any] = {"policy": "conserve"}
@@ -207,7 +209,7 @@ class TestDefault:
         self, first: int | None, gaps: int | None, more: dict[str, Any], said: tuple[str, str] | None
     ) -> None:
         section = {"policy": "conserve", "ttft_slo_ms": first, "tbt_slo_ms": gaps, **more}
-        lines = serve_notices.by_default(slo_of(written(section).promises), section)
+        lines = serve_notices.by_default(slo_of(EngineSection.of(section).promises), section)
         if said is None:
             assert lines == []
         else:
@@ -305,21 +307,17 @@ class TestStatus:
 
 def test_a_default_harm_is_no_promise_of_the_users() -> None:
     """A server without a latency model refuses what a user asked for, and starts with what it would do anyway."""
-    assert [
-        written(section).by_default for section in ({}, {"harm": 0.1}, {"harm": None}, {"tbt_slo_ms": 9})
-    ] == [
-        True,
-        False,
-        False,
-        False,
-    ]
-    assert written({}).promises.harm == written({"harm": 0.1}).promises.harm == 0.1
+    said: tuple[dict[str, Any], ...] = ({}, {"harm": 0.1}, {"harm": None}, {"tbt_slo_ms": 9})
+    assert [EngineSection.of(section).asked_harm for section in said] == [None, 0.1, None, None]
+    assert EngineSection.of({}).promises.harm == EngineSection.of({"harm": 0.1}).promises.harm == 0.1
 
 
 def test_a_printed_command_names_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     from conserve.engine.vllm.server import printed
 
-    monkeypatch.setattr(RequestedSettings, "source", lambda self, config: {})
-    section = {"policy": "conserve", "harm": None, "receipt": 0.0, "control": False, "profile": None}
-    assert printed.portable(section, None) == {"harm": None, "receipt": 0.0}
-    assert printed.portable({"policy": "conserve"}, None) == {}
+    monkeypatch.setattr(RequestedSettings, "times", lambda self, config: None)
+    section = EngineSection(
+        policy="conserve", harm=None, receipt=0.0, profiles=str(default_home() / "profiles")
+    )
+    assert printed.portable(section, None).document() == {"harm": None, "receipt": 0.0}
+    assert printed.portable(EngineSection(), None).document() == {}

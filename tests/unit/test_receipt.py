@@ -20,7 +20,7 @@ from conserve.engine.runtime.receipt import (
     Receipt,
     compared,
 )
-from conserve.engine.vllm.settings import written
+from conserve.engine.section import EngineSection
 from conserve.errors import SettingsError
 from tests.server_reports import report
 
@@ -255,10 +255,10 @@ class TestShown:
         assert server_status.harmed(report(harm={"ttft_ms": ttft_ms}).harm) == []
 
     def test_a_server_measures_for_one_percent_unless_told_otherwise(self) -> None:
-        assert written({}).receipt == 0.01
-        assert written({"receipt": 0.0}).receipt == 0.0
-        assert written({"control": True}).receipt == 0.0, "a benchmark would be paused"
-        assert written({"control": True, "receipt": 0.02}).receipt == 0.02
+        assert EngineSection.of({}).pausing_share == 0.01
+        assert EngineSection.of({"receipt": 0.0}).pausing_share == 0.0
+        assert EngineSection.of({"control": True}).pausing_share == 0.0, "a benchmark would be paused"
+        assert EngineSection.of({"control": True, "receipt": 0.02}).pausing_share == 0.02
         for wrong in (True, "1%", 0.5, -0.1):
             with pytest.raises(SettingsError, match=r"additional_config\.conserve\.receipt takes a share"):
-                written({"receipt": wrong})
+                EngineSection.of({"receipt": wrong})

@@ -472,7 +472,10 @@ def test_the_guard_knows_the_slo_as_it_is_now() -> None:
 
 def test_an_slo_is_refused_where_there_is_no_latency_model() -> None:
     client = EngineClient(lambda: {**SAID, "latency_model": None})
-    client.vllm_config.additional_config["conserve"]["command"] = "conserve profile --served tiny --seed 1"
+    client.vllm_config.additional_config["conserve_installed"] = {
+        "command": "conserve profile --served tiny --seed 1",
+        "times": None,
+    }
     app = app_for(client)
     refused = virtual_time.run(post(app, {"slo": {"tbt_ms": 100}}))
     assert refused.status_code == 409

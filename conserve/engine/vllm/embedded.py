@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conserve.endpoints.protocol import Call, Completion, Endpoint, InFlight, KvCache, OnTokens
+from conserve.engine.section import AUTO
 from conserve.engine.vllm.compat import trial
 from conserve.engine.vllm.compat.installed import OR_A_SERVER, require_engine
 from conserve.engine.vllm.compat.internals import Part
@@ -36,7 +37,7 @@ from conserve.engine.vllm.requests.data_parallel import most_requests
 from conserve.engine.vllm.requests.faults import check_finished, engine_errors
 from conserve.engine.vllm.requests.preparation import Prepared, Prompt, prepare
 from conserve.engine.vllm.requests.token_watch import in_flight
-from conserve.engine.vllm.settings import AUTO, RequestedSettings
+from conserve.engine.vllm.settings import RequestedSettings
 from conserve.errors import (
     ConserveError,
     EndpointUnavailable,
@@ -230,7 +231,7 @@ class _Engine:
         try:
             if "generate" not in await llm.get_supported_tasks():
                 raise EndpointUnusable(f"{name} does not generate text; name a model that does")
-            if requested is not None and requested.profile == AUTO:
+            if requested is not None and requested.section.profile == AUTO:
                 phases.begin(LEARNING)
                 await learn(llm, say=say)
                 if (said := await scheduler_says(llm, {})) is not None:

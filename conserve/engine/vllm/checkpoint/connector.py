@@ -26,7 +26,7 @@ from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts
 from conserve.engine.vllm.compat.versions import internal
 from conserve.engine.vllm.launching.flags import spans_machines
-from conserve.engine.vllm.settings import CONNECTOR, CONNECTOR_ROLE, SECTION
+from conserve.engine.vllm.settings import CONNECTOR, CONNECTOR_ROLE, installed_times
 
 log = logging.getLogger("vllm.conserve")
 CacheHitSource = internal("vllm.v1.metrics.cache_hit_source.CacheHitSource")
@@ -63,7 +63,8 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         elif role == KVConnectorRole.WORKER:
             self.copies = Copies(vllm_config, kv_cache_config, host_bytes)
         else:
-            section = vllm_config.additional_config.get(SECTION, {})
+            times = installed_times(vllm_config)
+            usual_ms = 2 * [block_bytes(kv_cache_config) / USUAL_SPEED]
             block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
             self.checkpoints = Checkpoints(
                 extra.get("policy", ADAPTIVE),
@@ -72,9 +73,7 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 hashes_a_block=block // hashed,
                 shared=bool(vllm_config.cache_config.enable_prefix_caching),
                 workers=workers,
-                block_ms=BlockMs(
-                    *(section.get("block_ms") or 2 * [block_bytes(kv_cache_config) / USUAL_SPEED])
-                ),
+                block_ms=BlockMs(*((times and times.block_ms) or usual_ms)),
                 share=SHARE if current_platform.is_cpu() else DEVICE_SHARE,
             )
             changed = lost_parts().get(Part.SPILL)

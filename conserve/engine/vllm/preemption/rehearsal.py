@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from conserve.engine.known_times import KnownTimes
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.parent_death import follow_parent
+from conserve.engine.section import EngineSection
 from conserve.engine.vllm.compat.rehearsal import EAGER, FAILED, FAULT, SAME
 from conserve.engine.vllm.iteration import Stamp
 from conserve.engine.vllm.launching.environment import prepare_environment
-from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
-from conserve.names import CONSERVE
+from conserve.engine.vllm.settings import SCHEDULER, WORKER, entries
 from conserve.profiles.conserve import ConServeModel
 
 LAYERS, WIDTH, HEADS, INNER, VOCABULARY = 4, 128, 2, 256, 512
@@ -32,6 +33,7 @@ MOST_REQUESTS = CHUNK // 2  # vLLM makes CUDA graphs of up to twice as many toke
 DOUBT = 0.25  # nats between the two likeliest tokens; half precision may swap closer ones
 LATENCY = ConServeModel.of(0.3, 1e-4, 2e-4, 1.5e-3, 0.15, 1.0, 1e-3, 15.0)
 """Any latency model: without one the scheduler lets no row leave."""
+SETTINGS = EngineSection(harm=None, receipt=0.0, safepoint_every=1)
 
 
 class Token(NamedTuple):
@@ -105,6 +107,8 @@ def start(folder: Path, way: str = EAGER) -> tuple[Any, RowsLeave]:
     worker.TensorParallelOrders = lambda: orders  # type: ignore[assignment,misc,return-value]
     worker.outcome = counted  # type: ignore[assignment]
     build_model(folder)
+    right = [(ms, 1.0) for ms in range(1, 400)]
+    times = KnownTimes.made_up(LATENCY, folder, of="rehearsal", residuals=right)
     small = LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -118,7 +122,7 @@ def start(folder: Path, way: str = EAGER) -> tuple[Any, RowsLeave]:
         scheduling_policy="priority",
         scheduler_cls=SCHEDULER,
         worker_cls=WORKER,
-        additional_config={SECTION: section(folder)},
+        additional_config=entries(SETTINGS, times),
     )
     return small, orders
 
@@ -163,20 +167,6 @@ def tokens_of(answer: Any) -> list[Token]:
         first, second, *_ = sorted((one.logprob for one in likely.values()), reverse=True)
         found.append(Token(token, first - second))
     return found
-
-
-def section(folder: Path) -> dict[str, Any]:
-    """Our part of the engine's configuration."""
-    return {
-        "policy": CONSERVE,
-        "safepoint_every": 1,
-        "model": LATENCY.name,
-        "coefficients": LATENCY.coefficients,
-        "residuals": [(ms, 1.0) for ms in range(1, 400)],
-        "of": "rehearsal",
-        "correction": str(folder / "correction"),
-        "keep_correction": False,
-    }
 
 
 def prompt(length: int, seed: int) -> list[int]:

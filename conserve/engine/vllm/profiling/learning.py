@@ -40,7 +40,7 @@ async def learn(engine_client: Any, *, say: Callable[[str], None]) -> None:
 def require_model(
     said: Mapping[str, Any],
     slo: Mapping[str, Any],
-    command: str | None = None,
+    command: str = PROFILE_COMMAND,
     *,
     flags: Mapping[str, str] = SLO_FLAGS,
 ) -> None:
@@ -49,5 +49,5 @@ def require_model(
     if promised and said["latency_model"] is None:
         raise ProfileMissing(
             f"{promised} cannot be kept: this engine has no latency model, and its warm-up taught it none; "
-            f"measure one with: {command or PROFILE_COMMAND}"
+            f"measure one with: {command}"
         )

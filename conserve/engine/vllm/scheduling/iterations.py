@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from conserve.engine.known_times import KnownTimes
 from conserve.engine.runtime.ranked import Ranked, quantiles
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.profiling.warm_up import WarmUp
-from conserve.engine.vllm.settings import EngineSettings
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel, Correction
 from conserve.profiles.encoders import EncoderTimes
@@ -23,6 +23,7 @@ from conserve.profiles.worth import Worth
 log = logging.getLogger(__name__)
 SAVE_S = 30.0  # between two saves of what was learned
 CLOSE_S = 2.0  # that a save may take when the engine ends
+WARM_UP = "warm-up"  # source of a model that was learned at the start
 UNSAVED = "what was learned about iteration times could not be saved: %s"
 # Time of a prompt token with logprobs beyond one without, in times of the latter, until it is measured.
 SURCHARGE = 3.0
@@ -35,15 +36,19 @@ STANDSTILL, STANDSTILL_MS = 20.0, 1000.0
 class Iterations:
     """The latency model, corrected by every iteration that was computed whole, and counts of overruns."""
 
-    def __init__(self, installed: EngineSettings, *, learns: bool = True) -> None:
-        """`learns`: False for a model that only embeds, whose iterations vLLM composes: it cuts no prompt."""
-        self.model: CorrectedModel | None = installed.model
-        self.warm_up = WarmUp() if installed.model is None and learns else None
-        self.worth = Worth.by(installed.model.first) if installed.model is not None else Worth()
-        self.hygen: HyGenModel | None = installed.hygen  # HyGen's predictor, by the same measurements
+    def __init__(self, times: KnownTimes | None, *, learns: bool = True) -> None:
+        """`times`: None where the warm-up brings the model.
+
+        `learns`: False for a model that only embeds, whose iterations vLLM composes: it cuts no prompt.
+        """
+        self.model: CorrectedModel | None = times.corrected_model() if times is not None else None
+        self.warm_up = WarmUp() if times is None and learns else None
+        self.worth = Worth.by(self.model.first) if self.model is not None else Worth()
+        # HyGen's predictor, by the same measurements.
+        self.hygen: HyGenModel | None = times.hygen_model() if times is not None else None
         self.counted = self.planned = self.overruns = self.standstills = 0
-        self._correction_file = installed.correction_file
-        self._source = installed.source
+        self._correction_file = Path(times.correction) if times is not None else None
+        self._source = times.source if times is not None else WARM_UP
         self._surcharge_ms: float | None = None
         self.encoders = EncoderTimes()
         self._ended = 0.0  # monotonic seconds, of the last iteration

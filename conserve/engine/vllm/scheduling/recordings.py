@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -11,18 +12,21 @@ from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.recorded import line_of
 from conserve.engine.policy.view import View
 from conserve.engine.runtime.recording import arrival_line, arrivals_at, recording_at
+from conserve.engine.section import EngineSection
 from conserve.engine.vllm.lane import is_online
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
-from conserve.engine.vllm.settings import EngineSettings
 
 
 class Recordings:
     """Recordings of one engine, those that its settings ask for."""
 
-    def __init__(self, installed: EngineSettings, number: int) -> None:
+    def __init__(self, section: EngineSection, number: int) -> None:
         """`number` tells data parallel engines apart."""
-        self._views = recording_at(installed.record_views, number)
-        self._arrivals = arrivals_at(installed.record_arrivals, number)
+        views, arrivals = (
+            Path(file) if file else None for file in (section.record_views, section.record_arrivals)
+        )
+        self._views = recording_at(views, number)
+        self._arrivals = arrivals_at(arrivals, number)
         self._cached: dict[str, int] = {}  # tokens that requests found in the prefix cache
 
     @property

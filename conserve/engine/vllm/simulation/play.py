@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from conserve.engine.known_times import KnownTimes
 from conserve.engine.policy.policies import traits
+from conserve.engine.section import EngineSection
 from conserve.engine.vllm.settings import WORKER
 from conserve.engine.vllm.simulation.bare import Clock, bare_config
 from conserve.engine.vllm.simulation.copies import HostCopies, SimulatedCopies, checkpointing
 from conserve.engine.vllm.simulation.disaggregated import Disaggregated, PoolEngine, handing_over
 from conserve.engine.vllm.simulation.engine import Coming, SimulatedAnswer, SimulatedEngine
-from conserve.names import OFF, PROMPT
+from conserve.names import OFF, PRIORITY, PROMPT
 from conserve.profiles.model import LinearModel
 from conserve.server_report import SchedulerReport, of_engine
 
@@ -138,10 +141,11 @@ def _pool(
     """Engines with these flags under vLLM's priority scheduling, with their clock installed."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, clock.installed():
-        section = {"policy": "priority", "preemption": OFF, **known(machine.model, Path(folder))}
+        section = EngineSection(policy=PRIORITY, preemption=OFF, harm=None, receipt=0.0)
+        times = known(machine.model, Path(folder))
         stages = [
             PoolEngine(
-                handing_over(Path(folder), section, of_one),
+                handing_over(Path(folder), section, times, of_one),
                 clock=clock,
                 model=machine.model,
                 layers=machine.layers,
@@ -173,18 +177,15 @@ def _engine(
     name, _, preemption = policy.partition("/")
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, clock.installed():
-        section = {
-            "policy": name,
-            "preemption": preemption or (PROMPT if traits(name).rows_may_leave else OFF),
-            **known(machine.model, Path(folder)),
-            **promises,
-        }
+        leaves = preemption or (PROMPT if traits(name).rows_may_leave else OFF)
+        said = {"policy": name, "preemption": leaves, "harm": None, "receipt": 0.0, **promises}
+        times = known(machine.model, Path(folder))
         flags: dict[str, Any] = {**machine.flags}
         copies = machine.copies if checkpoints else None
         if copies is not None:
-            section["block_ms"] = 2 * [copies.block_ms]
+            times = msgspec.structs.replace(times, block_ms=2 * [copies.block_ms])
             flags["kv_transfer_config"] = checkpointing(copies, flags["block_size"])
-        config = bare_config(Path(folder), section=section, **flags)
+        config = bare_config(Path(folder), section=EngineSection.of(said), times=times, **flags)
         config.parallel_config.worker_cls = WORKER
         engine = SimulatedEngine(
             config,
@@ -205,14 +206,8 @@ def _engine(
             engine.scheduler.shutdown()
 
 
-def known(model: LinearModel, folder: Path) -> dict[str, Any]:
-    """The section's part that says how long iterations take: the model is right, but for scatter."""
+def known(model: LinearModel, folder: Path) -> KnownTimes:
+    """How long iterations take: the model is right, but for scatter."""
     scatter = np.random.default_rng(SEED).normal(1, SCATTER, len(RESIDUALS_MS)).tolist()
-    return {
-        "model": model.name,
-        "coefficients": model.coefficients,
-        "residuals": list(zip(RESIDUALS_MS, scatter, strict=True)),
-        "of": "simulation",
-        "correction": str(folder / "correction"),
-        "keep_correction": False,
-    }
+    residuals = list(zip(RESIDUALS_MS, scatter, strict=True))
+    return KnownTimes.made_up(model, folder, of="simulation", residuals=residuals)
