@@ -1,7 +1,6 @@
 """Policies of `conserve bench`: the names on its command line, and the engine that they need."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from conserve.bench.names import (
     ALL,
@@ -23,6 +22,7 @@ from conserve.bench.names import (
 from conserve.config import Settings
 from conserve.engine.policy.policies import BENCHED
 from conserve.engine.policy.preemption import LEAVE_RULES
+from conserve.engine.section import EngineSection
 from conserve.errors import SettingsError
 from conserve.names import CONSERVE, NON_PREEMPTIVE, OFF, ONLINE_ONLY, PRIORITY
 
@@ -121,9 +121,11 @@ def rows_leave(policies: Sequence[str]) -> bool:
     return any(is_ours(name) and regime_of(name).preemption != OFF for name in policies)
 
 
-def section(settings: Settings, policies: Sequence[str]) -> dict[str, Any]:
-    """Section `conserve` of the engine's configuration: no offline work at first, and control by each block."""
-    preemption = {} if rows_leave(policies) else {"preemption": OFF}
-    profiles = str(settings.profiles_folder)
-    ours = {"policy": ONLINE_ONLY, "profile": None, "profiles": profiles, "control": True, "receipt": 0.0}
-    return {**ours, **preemption}
+def section(settings: Settings, policies: Sequence[str]) -> EngineSection:
+    """Settings of the engine: no offline work at first, and control by each block."""
+    return EngineSection(
+        policy=ONLINE_ONLY,
+        profiles=str(settings.profiles_folder),
+        control=True,
+        preemption=None if rows_leave(policies) else OFF,
+    )

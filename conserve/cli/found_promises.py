@@ -3,9 +3,9 @@
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from conserve.api.running import engine_flags
 from conserve.bench.names import promise_entries, promise_flags
@@ -14,6 +14,7 @@ from conserve.cli.serve_files import make_home, own_name
 from conserve.cli.serve_flags import recording_at
 from conserve.config import Settings, model_name
 from conserve.engine.runtime.vllm_flags import given_flags
+from conserve.engine.section import EngineSection
 from conserve.errors import InputError, SettingsError
 from conserve.jobs.harvest.services import FOLDER
 from conserve.whole import write_whole
@@ -75,8 +76,10 @@ def read(settings: Settings, model: str) -> Tuned:
     return found
 
 
-def tuned_promises(settings: Settings, words: list[str], *, given: tuple[str | None, ...]) -> dict[str, Any]:
-    """Entries of the engine's section for `--tuned`, said in a sentence; raises `ConserveError`.
+def as_tuned(
+    section: EngineSection, settings: Settings, words: list[str], *, given: tuple[str | None, ...]
+) -> EngineSection:
+    """The section with the promises of `--tuned`, said in a sentence; raises `ConserveError`.
 
     `words` are the model and flags of vLLM, which those of the tuned engine are compared with.
     """
@@ -95,7 +98,7 @@ def tuned_promises(settings: Settings, words: list[str], *, given: tuple[str | N
             f"it was tuned with other flags of vLLM: {shlex.join(found.engine_flags) or 'none'}; "
             f"for the ones given here run: conserve tune {shlex.join(words)}"
         )
-    return promise_entries(found.promises)
+    return structs.replace(section, **promise_entries(found.promises))
 
 
 def are_alike(one: list[str], other: list[str]) -> bool:
@@ -106,12 +109,15 @@ def are_alike(one: list[str], other: list[str]) -> bool:
     return first == second
 
 
-def recorded(
-    settings: Settings, model: str, port: int, views: Path | None, *, arrivals: bool
-) -> dict[str, str]:
-    """Entries of the engine's section for the files that it writes."""
-    said = {"record_arrivals": str(arrivals_file(settings, model, port))} if arrivals else {}
-    return said if views is None else {**said, "record_views": str(recording_at(views))}
+def recording(
+    section: EngineSection, settings: Settings, port: int, views: Path | None, *, arrivals: bool
+) -> EngineSection:
+    """The section with the files that the engine writes."""
+    return structs.replace(
+        section,
+        record_views=str(recording_at(views)) if views is not None else None,
+        record_arrivals=str(arrivals_file(settings, settings.engine_model, port)) if arrivals else None,
+    )
 
 
 def arrivals_file(settings: Settings, model: str, port: int) -> Path:

@@ -8,14 +8,14 @@ import secrets
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context
-from conserve.cli.found_promises import recorded, tuned_promises
+from conserve.cli.found_promises import as_tuned, recording
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Share, Utility
 from conserve.cli.ports import require_free
 from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys
@@ -25,10 +25,12 @@ from conserve.cli.serve_flags import (
     checkpointing,
     drain_s,
     front_of,
+    harm_of,
+    live_prefixes_of,
     promise,
+    receipt_of,
     require_policy,
     require_weights,
-    shares,
     vllms_flags,
 )
 from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
@@ -42,6 +44,7 @@ from conserve.config import UNSET, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
 from conserve.engine.policy.policies import SERVING, traits
 from conserve.engine.runtime.api_limits import BODY_BYTES, ApiLimits
+from conserve.engine.section import EngineSection
 from conserve.errors import SettingsError
 from conserve.hosts import url_elsewhere, url_of
 from conserve.http_server import CONNECTIONS
@@ -238,27 +241,27 @@ def serve(
     require_weights(settings)
     settings = keyed(with_store_keys(settings, batches=batches or print_flags))
     front = front_of(max_body, max_file, max_connections, open_metrics=open_metrics)
-    section: dict[str, Any] = {
-        "policy": policy,
-        "ttft_slo_ms": promise("--ttft-slo", ttft_slo),
-        "tbt_slo_ms": promise("--tbt-slo", tbt_slo),
-        "profile": profile,
-        "profiles": str(settings.profiles_folder),
-        "control": allow_control,
-    }
-    section |= shares(harm, receipt, push_slo_scale, live_prefixes)
-    if tuned:
-        section |= tuned_promises(settings, words, given=(ttft_slo, tbt_slo, harm))
-    section |= recorded(settings, words[0], port, record_views, arrivals=record_arrivals and not print_flags)
     leaves = traits(policy).rows_may_leave or allow_control
-    section |= {} if preemption and leaves else {"preemption": OFF}
-    if named := live_classes(classes, live_class or [], class_for or []):
-        require_keys(named, settings, batches=batches, own_server=print_flags)
-        section["classes"] = named
+    section = EngineSection(
+        policy=policy,
+        ttft_slo_ms=promise("--ttft-slo", ttft_slo),
+        tbt_slo_ms=promise("--tbt-slo", tbt_slo),
+        harm=harm_of(harm),
+        receipt=receipt_of(receipt),
+        push_slo_scale=push_slo_scale,
+        live_prefixes=live_prefixes_of(live_prefixes),
+        profile=profile,
+        profiles=str(settings.profiles_folder),
+        control=allow_control,
+        preemption=None if preemption and leaves else OFF,
+        classes=live_classes(classes, live_class or [], class_for or []),
+    )
+    section = as_tuned(section, settings, words, given=(ttft_slo, tbt_slo, harm)) if tuned else section
+    require_keys(section.classes, settings, batches=batches, own_server=print_flags)
+    section = recording(section, settings, port, record_views, arrivals=record_arrivals and not print_flags)
     url = url_of(host, port)
-    flags = vllms_flags(settings, words[1:])
     checkpoint = kv_checkpoint or (ADAPTIVE if leaves else OFF)
-    kept = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
+    kept = checkpointing(vllms_flags(settings, words[1:]), checkpoint, kv_host_memory, kv_spill)
     flags = [*kept, "--host", host, "--port", str(port)]
     if print_flags:
         raise typer.Exit(print_command(settings, section, flags, of_printed(ctx, host, settings)))
@@ -305,14 +308,20 @@ def keyed(settings: Settings) -> Settings:
 
 
 def server_command(
-    settings: Settings, section: dict[str, Any], flags: list[str], port: int, front: ApiLimits | None = None
+    settings: Settings, section: EngineSection, flags: list[str], port: int, front: ApiLimits | None = None
 ) -> "ProcessCommand":
     """Command of vLLM's server with ConServe's plug-in."""
     from conserve.engine.service import ProcessCommand, python
 
     log = os.environ.get(ENGINE_LOG)
     limits = json.dumps((front or ApiLimits()).document())
-    words = (settings.engine_model, str(settings.models_folder), json.dumps(section), limits, *flags)
+    words = (
+        settings.engine_model,
+        str(settings.models_folder),
+        json.dumps(section.document()),
+        limits,
+        *flags,
+    )
     return ProcessCommand(
         name="server",
         words=python("conserve.engine.vllm.server.process", *words),
@@ -349,7 +358,7 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessComma
 
 
 async def supervise(
-    service: "Service", settings: Settings, section: dict[str, Any], url: str, elsewhere: str | None
+    service: "Service", settings: Settings, section: EngineSection, url: str, elsewhere: str | None
 ) -> int:
     """Run the service until a signal comes; a second one ends it at once."""
     make_home(settings.home)

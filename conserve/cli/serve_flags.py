@@ -4,13 +4,17 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from conserve.api.running import engine_flags, flags_as_given
 from conserve.config import Settings, size_bytes
 from conserve.engine.policy.checkpointing import HOST_BYTES
 from conserve.engine.policy.own_checkpoints import policy_named
 from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
 from conserve.engine.runtime.api_limits import ApiLimits
+from conserve.engine.runtime.receipt import LARGEST_SHARE
 from conserve.engine.runtime.vllm_flags import files_of, given_flags, names_of, value_of, words_of_file
+from conserve.engine.section import LIVE_PREFIXES, MOST_PREFIXES
 from conserve.errors import SettingsError
 from conserve.names import OFF
 from conserve.units import GIB, parse_ms, parse_share
@@ -202,19 +206,19 @@ def promise(flag: str, text: str | None) -> float | dict[str, float] | None:
         raise SettingsError(f"{flag} {text}: {error}; write e.g. {flag} p50=40ms,p99=150ms") from error
 
 
-def shares(
-    harm: str | None, receipt: str | None, push: float | None, prefixes: str | None
-) -> dict[str, float | None]:
-    """Entries of the engine's section for these shares, as far as given: `push` is a scale of the SLO."""
-    from conserve.engine.runtime.receipt import LARGEST_SHARE
-    from conserve.engine.section import MOST_PREFIXES
+def harm_of(text: str | None) -> float | UnsetType | None:
+    """The harm of `--harm`: None for off, unset where the flag is not given."""
+    return UNSET if text is None else share("--harm", text)
 
-    said: dict[str, float | None] = {} if harm is None else {"harm": share("--harm", harm)}
-    if receipt is not None:
-        said["receipt"] = share("--receipt", receipt, most=LARGEST_SHARE) or 0.0
-    if prefixes is not None:
-        said["live_prefixes"] = share("--live-prefixes", prefixes, most=MOST_PREFIXES) or 0.0
-    return said if push is None else {**said, "push_slo_scale": push}
+
+def receipt_of(text: str | None) -> float | None:
+    """The share of `--receipt`: 0 for off, None where the flag is not given."""
+    return None if text is None else share("--receipt", text, most=LARGEST_SHARE) or 0.0
+
+
+def live_prefixes_of(text: str | None) -> float:
+    """The share of `--live-prefixes`: 0 for off."""
+    return LIVE_PREFIXES if text is None else share("--live-prefixes", text, most=MOST_PREFIXES) or 0.0
 
 
 def share(flag: str, text: str, *, most: float = inf) -> float | None:

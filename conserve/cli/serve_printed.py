@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import typer
 
@@ -11,6 +10,7 @@ from conserve.cli import output
 from conserve.cli.serve_notices import open_to_all
 from conserve.cli.serve_unused import not_printed
 from conserve.config import Settings
+from conserve.engine.section import EngineSection
 
 
 def of_printed(ctx: typer.Context, host: str, settings: Settings) -> list[str]:
@@ -25,7 +25,7 @@ def of_printed(ctx: typer.Context, host: str, settings: Settings) -> list[str]:
 
 
 def print_command(
-    settings: Settings, section: dict[str, Any], flags: list[str], notices: Sequence[str] = ()
+    settings: Settings, section: EngineSection, flags: list[str], notices: Sequence[str] = ()
 ) -> int:
     """Print the command of a vLLM with the plug-in, in a process that imports vLLM; returns the exit code."""
     import subprocess
@@ -39,7 +39,7 @@ def print_command(
         output.say(notice)
     output.say(f"{IMPORTING}, which completes the flags for {settings.engine_model}")
     keys = "keys" if settings.api_key else ""
-    words = (settings.engine_model, str(settings.models_folder), json.dumps(section), keys, *flags)
+    words = (settings.engine_model, str(settings.models_folder), json.dumps(section.document()), keys, *flags)
     command = python("conserve.engine.vllm.server.printed", *words)
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     return subprocess.run(command, env=environment, check=False).returncode

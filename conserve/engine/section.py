@@ -42,7 +42,7 @@ class EngineSection(
     preemption: str | None = None
     safepoint_every: int | None = None  # layers; None for as many as the reaction time allows
     record_views: str | None = None  # file that views and plans are written to
-    classes: dict[str, dict[str, Any]] | None = None  # of live traffic, beside the default one
+    classes: dict[str, dict[str, Any]] = {}  # of live traffic, beside the default one
     record_arrivals: str | None = None  # file that times and lengths of live requests are written to
 
     @classmethod
@@ -56,7 +56,7 @@ class EngineSection(
         require_numbers(said)
         require_names(said)
         try:
-            return msgspec.convert(said, cls)
+            return msgspec.convert({**said, "classes": said.get("classes") or {}}, cls)
         except msgspec.ValidationError as error:
             raise SettingsError(f"{PLACE}: {error}") from error
 
@@ -78,7 +78,7 @@ class EngineSection(
     @property
     def live_classes(self) -> LiveClasses:
         """The classes of live traffic."""
-        return LiveClasses.of(self.classes or {}, self.promises)
+        return LiveClasses.of(self.classes, self.promises)
 
     @property
     def class_promises(self) -> dict[str, Promises]:

@@ -15,6 +15,7 @@ from conserve.engine.policy.classes import ClassRefused, LiveClass, LiveClasses,
 from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import DEFAULT_CLASS
 from conserve.engine.runtime.traffic import Traffic
+from conserve.engine.section import EngineSection
 from conserve.errors import SettingsError
 from conserve.names import DEFAULT_HARM
 from conserve.store.books import keys
@@ -142,7 +143,7 @@ def test_a_fault_ends_the_command_with_its_sentence(tmp_path: Path) -> None:
 
 
 def test_a_policy_without_an_slo_says_that_it_ignores_classes() -> None:
-    section = {"policy": "priority", "ttft_slo_ms": None, "tbt_slo_ms": None, "classes": {"chat": CHAT}}
+    section = EngineSection(policy="priority", classes={"chat": CHAT})
     assert serve_notices.only_counted(section) == [
         "--policy priority knows no SLO: --class is counted, and not kept"
     ]

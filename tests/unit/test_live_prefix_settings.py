@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from conserve.cli import server_status
-from conserve.cli.serve_flags import shares
+from conserve.cli.serve_flags import harm_of, live_prefixes_of, receipt_of
 from conserve.engine.section import EngineSection
 from conserve.engine.vllm.server.metrics import Report
 from conserve.engine.vllm.server.printed import portable
@@ -18,25 +18,24 @@ REPORT = report(
 
 
 @pytest.mark.parametrize(
-    ("given", "share"), [(None, None), ("50%", 0.5), ("90 %", 0.9), ("0.5%", 0.005), ("off", 0.0)]
+    ("given", "share"), [(None, 0.5), ("50%", 0.5), ("90 %", 0.9), ("0.5%", 0.005), ("off", 0.0)]
 )
-def test_the_flag_is_a_share_or_off(given: str | None, share: float | None) -> None:
-    said = shares(None, None, None, given)
-    assert said == ({} if share is None else {"live_prefixes": pytest.approx(share)})
+def test_the_flag_is_a_share_or_off(given: str | None, share: float) -> None:
+    assert live_prefixes_of(given) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("given", ["half", "0.5", "0%", "-1%"])
 def test_anything_else_is_refused(given: str) -> None:
     with pytest.raises(SettingsError, match=f"--live-prefixes takes a share like 10%, or off, not '{given}'"):
-        shares(None, None, None, given)
+        live_prefixes_of(given)
 
 
 def test_a_share_out_of_range_is_told_by_its_flag() -> None:
     with pytest.raises(SettingsError, match=r"^--live-prefixes takes at most 90%, not 91%$"):
-        shares(None, None, None, "91%")
+        live_prefixes_of("91%")
     with pytest.raises(SettingsError, match=r"^--receipt takes at most 10%, not 20%$"):
-        shares(None, "20%", None, None)
-    assert shares("250%", "10%", None, "90%") == {"harm": 2.5, "receipt": 0.1, "live_prefixes": 0.9}
+        receipt_of("20%")
+    assert (harm_of("250%"), receipt_of("10%"), live_prefixes_of("90%")) == (2.5, 0.1, 0.9)
 
 
 def test_half_is_kept_where_nothing_is_said() -> None:

@@ -14,6 +14,7 @@ import pytest
 from conserve import logs
 from conserve.cli import output, serve
 from conserve.config import load
+from conserve.engine.section import EngineSection
 from conserve.engine.service import ProcessCommand, SupervisedProcess, why_ended
 from conserve.engine.vllm.launching.environment import JSON_LOGGING
 from tests.acceptance.scripted_server import ScriptedServer
@@ -113,13 +114,16 @@ def test_a_process_of_other_programs_code_writes_lines_alone() -> None:
 def test_a_server_and_its_harvester_are_told_the_format(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     monkeypatch.setattr(output, "json_lines", wanted == "json")
     settings = load({"metrics_port": 9090, "otlp_endpoint": "http://c:4318"})
-    server = serve.server_command(settings, {}, [], 8000).environment
+    server = serve.server_command(settings, EngineSection(), [], 8000).environment
     assert server.get("VLLM_LOGGING_CONFIG_PATH") == (str(JSON_LOGGING) if wanted == "json" else None)
     harvester = serve.harvester_command(settings, "http://127.0.0.1:8000").environment
     told = {"CONSERVE_METRICS_PORT": "9090", "CONSERVE_METRICS_HOST": "127.0.0.1"}
     assert {**told, "CONSERVE_OTLP_ENDPOINT": "http://c:4318"}.items() <= harvester.items()
     monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "mine.json")
-    assert "VLLM_LOGGING_CONFIG_PATH" not in serve.server_command(settings, {}, [], 8000).environment
+    assert (
+        "VLLM_LOGGING_CONFIG_PATH"
+        not in serve.server_command(settings, EngineSection(), [], 8000).environment
+    )
 
 
 def test_why_a_server_ended_is_read_from_json_too(tmp_path: Path) -> None:

@@ -186,13 +186,13 @@ class TestDefault:
                 EngineSection.of(section)
 
     def test_the_server_says_what_it_promises(self) -> None:
-        section: dict[str, Any] = {"policy": "conserve"}
+        section = EngineSection()
         tenth, none = report(slo={"harm": 0.1}).slo, report().slo
         (line,) = serve_notices.by_default(tenth, section)
         assert line.startswith("rows add at most about 10% to live latencies; change it with --harm")
-        assert serve_notices.by_default(tenth, {**section, "harm": 0.1}) == []
+        assert serve_notices.by_default(tenth, EngineSection(harm=0.1)) == []
         assert serve_notices.by_default(none, section) == []
-        assert serve_notices.by_default(tenth, {"policy": "priority"}) == []
+        assert serve_notices.by_default(tenth, EngineSection(policy="priority")) == []
 
     @pytest.mark.parametrize(
         ("first", "gaps", "more", "said"),
@@ -208,8 +208,8 @@ class TestDefault:
     def test_the_server_says_what_the_latency_without_an_slo_is_promised(
         self, first: int | None, gaps: int | None, more: dict[str, Any], said: tuple[str, str] | None
     ) -> None:
-        section = {"policy": "conserve", "ttft_slo_ms": first, "tbt_slo_ms": gaps, **more}
-        lines = serve_notices.by_default(slo_of(EngineSection.of(section).promises), section)
+        section = EngineSection.of({"ttft_slo_ms": first, "tbt_slo_ms": gaps, **more})
+        lines = serve_notices.by_default(slo_of(section.promises), section)
         if said is None:
             assert lines == []
         else:
@@ -220,15 +220,15 @@ class TestDefault:
 
 def test_the_smallest_bound_of_a_promise_is_the_one_that_may_be_too_tight() -> None:
     alone = AloneReport(prompt_tokens=128, ttft_ms=90.0, tbt_ms=21.0)
-    section = {"policy": "conserve", "ttft_slo_ms": None, "tbt_slo_ms": {"p50": 15.0, "p99": 150.0}}
+    section = EngineSection(tbt_slo_ms={"p50": 15.0, "p99": 150.0})
     (line,) = serve_notices.too_tight(alone, section)
     assert line == (
         "--tbt-slo 15ms cannot be kept: a token takes 21 ms on this machine with nothing beside it; rows wait "
         "while a live request gets tokens; raise it to 42ms, or give --harm 10% in its place"
     )
-    (line,) = serve_notices.too_tight(alone, {"policy": "priority", "ttft_slo_ms": 80.0, "tbt_slo_ms": None})
+    (line,) = serve_notices.too_tight(alone, EngineSection(policy="priority", ttft_slo_ms=80.0))
     assert "rows wait" not in line, "another policy holds no rows back"
-    assert serve_notices.too_tight(alone, {**section, "tbt_slo_ms": 21.0}) == []
+    assert serve_notices.too_tight(alone, EngineSection(tbt_slo_ms=21.0)) == []
     assert serve_notices.too_tight(None, section) == []
 
 

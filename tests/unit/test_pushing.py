@@ -14,6 +14,7 @@ from conserve.engine.policy.plan_faults import fault_of
 from conserve.engine.policy.recorded import VERSION, VERSION_OF_PUSHING, line_of, recorded, version_of
 from conserve.engine.policy.view import Candidate, Image, Slo
 from conserve.engine.runtime.pushing import Pushing
+from conserve.engine.section import EngineSection
 from tests.policy_views import decodes, plan_of, view_of
 from tests.server_reports import report
 
@@ -270,9 +271,9 @@ def test_status_says_what_was_pushed() -> None:
     ],
 )
 def test_serve_says_what_a_push_may_do(scale: float, policy: str, says: str) -> None:
-    (sentence,) = serve_notices.pushed({"policy": policy, "push_slo_scale": scale})
+    (sentence,) = serve_notices.pushed(EngineSection(policy=policy, push_slo_scale=scale))
     assert says in sentence
-    assert serve_notices.pushed({"policy": policy}) == []
+    assert serve_notices.pushed(EngineSection(policy=policy)) == []
 
 
 def test_a_plan_that_pushes_more_than_it_computes_is_at_fault() -> None:

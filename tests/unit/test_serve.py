@@ -14,6 +14,7 @@ from urllib.error import URLError
 
 import httpx
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from conserve.api.overview import server_seen
@@ -34,6 +35,7 @@ from conserve.cli.profile import require_writable
 from conserve.cli.server_status import AskedServer
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
+from conserve.engine.section import EngineSection
 from conserve.engine.service import ProcessCommand
 from conserve.engine.vllm.launching.flags import names_scheduling
 from conserve.engine.vllm.server.printed import KEYS
@@ -143,8 +145,8 @@ def section_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
     """Configuration that the server would be started with."""
     found: list[dict[str, Any]] = []
 
-    def catch(settings: Any, section: dict[str, Any], *rest: Any) -> Any:
-        found.append(json.loads(json.dumps(section)))
+    def catch(settings: Any, section: EngineSection, *rest: Any) -> Any:
+        found.append(section.document())
         raise SettingsError("caught")
 
     monkeypatch.setattr(serving, "server_command", catch)
@@ -164,7 +166,7 @@ def test_printing_flags_says_first_what_takes_long(
 
     monkeypatch.setattr("conserve.engine.vllm.compat.installed.require_engine", lambda: None)
     monkeypatch.setattr(subprocess, "run", run)
-    assert serve_printed.print_command(replace(load(), model="m"), {}, []) == 3
+    assert serve_printed.print_command(replace(load(), model="m"), EngineSection(), []) == 3
     assert said == ["importing vLLM, which completes the flags for m\n"]
 
 
@@ -199,13 +201,13 @@ def test_a_file_that_cannot_be_recorded_in_is_refused_before_the_server_starts(f
 
 
 def test_preemption_that_cannot_be_is_said_in_a_sentence_unless_it_was_not_wanted() -> None:
-    def said(why: str | None, section: dict[str, Any]) -> list[str]:
+    def said(why: str | None, section: EngineSection) -> list[str]:
         return serve_notices.not_left(report(preemption={"why_off": why}).preemption, section)
 
-    (sentence,) = said(WHY, {})
+    (sentence,) = said(WHY, EngineSection())
     assert sentence == f"live requests wait for the iteration under way, which rows cannot leave: {WHY}"
-    assert said(None, {}) == []
-    assert said("it is switched off", {"preemption": "off"}) == []
+    assert said(None, EngineSection()) == []
+    assert said("it is switched off", EngineSection(preemption="off")) == []
 
 
 def test_the_user_may_say_whether_iterations_are_scheduled_ahead() -> None:
@@ -307,7 +309,10 @@ def test_replicas_that_share_a_home_have_logs_and_arrivals_of_their_own(
     settings, found = Settings(home=tmp_path), set()
     for host in ("pod-1", "pod-2"):
         monkeypatch.setattr(serve_files.socket, "gethostname", lambda host=host: host)
-        found |= {serving.server_command(settings, {}, [], 8000).log, arrivals_file(settings, "m", 8000)}
+        found |= {
+            serving.server_command(settings, EngineSection(), [], 8000).log,
+            arrivals_file(settings, "m", 8000),
+        }
     logs = {tmp_path / "serving" / f"{host}-8000.log" for host in ("pod-1", "pod-2")}
     assert found == logs | {tmp_path / "serving/arrivals/m" / f"{log.stem}.csv" for log in logs}
 
@@ -343,7 +348,7 @@ def test_a_harvester_reaches_its_server_without_a_proxy(
 
 def environments(settings: Settings) -> tuple[dict[str, str], dict[str, str]]:
     """Environments of the server and of the harvester."""
-    server = serving.server_command(settings, {"policy": "conserve"}, ["--port", "1"], 1)
+    server = serving.server_command(settings, EngineSection(), ["--port", "1"], 1)
     harvester = serving.harvester_command(settings, "http://127.0.0.1:1")
     for command in (server, harvester):
         assert not any(
@@ -487,14 +492,14 @@ def test_a_server_that_all_may_use_is_said_to_be_one(host: str, key: str | None,
 
 
 def test_a_policy_that_knows_no_slo_says_so() -> None:
-    section: dict[str, Any] = {"policy": "priority", "ttft_slo_ms": 1500.0, "tbt_slo_ms": None}
+    section = EngineSection(policy="priority", ttft_slo_ms=1500.0)
     assert serve_notices.only_counted(section) == [
         "--policy priority knows no SLO: --ttft-slo is counted, and not kept"
     ]
-    assert serve_notices.only_counted({**section, "policy": "online-only"}) == []
-    none = {**section, "ttft_slo_ms": None}
-    assert serve_notices.only_counted(none) == serve_notices.only_counted({**none, "harm": None}) == []
-    assert serve_notices.only_counted({**section, "harm": 0.05}) == [
+    assert serve_notices.only_counted(structs.replace(section, policy="online-only")) == []
+    for none in (EngineSection(policy="priority"), EngineSection(policy="priority", harm=None)):
+        assert serve_notices.only_counted(none) == []
+    assert serve_notices.only_counted(structs.replace(section, harm=0.05)) == [
         "--policy priority knows no SLO: --ttft-slo and --harm are counted, and not kept"
     ]
 
@@ -561,7 +566,7 @@ def test_what_came_of_the_kv_of_rows_in_flight_is_said(
 def test_a_server_that_tells_no_report_at_its_start_is_said_to(
     answering: Callable[[int, bytes], None],
 ) -> None:
-    section: dict[str, Any] = {"policy": "conserve", "ttft_slo_ms": None, "tbt_slo_ms": None, "harm": 0.1}
+    section = EngineSection(harm=0.1)
 
     def said() -> list[str]:
         return asyncio.run(serve_notices.warnings(load(), section, "http://server"))

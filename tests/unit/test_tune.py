@@ -25,11 +25,12 @@ from conserve.bench.simulated import Simulator
 from conserve.bench.slo_search import Promise, RunLatencies, excess, harmed
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli import found_promises
-from conserve.cli.found_promises import Tuned, tuned_promises
+from conserve.cli.found_promises import Tuned, as_tuned
 from conserve.cli.serve_flags import milliseconds
 from conserve.cli.tune import blocks_of, conclude, learned_of, profile_of, tune
 from conserve.config import Settings
 from conserve.engine.runtime.recording import ARRIVALS_BYTES, FULL, LineAppender, arrival_line, arrivals_at
+from conserve.engine.section import EngineSection
 from conserve.errors import EndpointUnusable, InputError, Overloaded, ProfileMissing, SettingsError
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.book import Book
@@ -537,19 +538,21 @@ def test_a_trace_that_leaves_nothing_to_harvest_is_refused_with_a_rate(tmp_path:
 def test_what_was_tuned_is_promised_by_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = Settings(home=tmp_path)
     with pytest.raises(InputError, match="nothing was tuned for a/model yet; run: conserve tune a/model"):
-        tuned_promises(settings, ["a/model"], given=(None, None, None))
+        as_tuned(EngineSection(), settings, ["a/model"], given=(None, None, None))
     assert conclude(settings, TUNED, [], keep=True, as_json=False) == 0
     said = capsys.readouterr()
     assert "--harm 23% keeps p99 TTFT +5% (confirmed on the engine)" in said.out
     assert "2.00 rows/s, 7,200 an hour: 900 prompt tokens/s and 60 decode tokens/s" in said.out
     assert "kept for conserve serve a/model --tuned" in said.err
-    assert tuned_promises(settings, ["a/model"], given=(None, None, None)) == {"harm": 0.23}
+    assert as_tuned(EngineSection(), settings, ["a/model"], given=(None, None, None)) == EngineSection(
+        harm=0.23
+    )
     assert (
         "(on the engine: H100; vllm 1; bfloat16; tp=1) for p99 TTFT +5%: --harm 23%"
         in capsys.readouterr().err
     )
     with pytest.raises(SettingsError, match="leave out --ttft-slo, --tbt-slo and --harm"):
-        tuned_promises(settings, ["a/model"], given=(None, "50ms", None))
+        as_tuned(EngineSection(), settings, ["a/model"], given=(None, "50ms", None))
 
 
 def test_what_the_engine_harvested_is_told_beside_what_the_simulation_expects(
@@ -572,7 +575,7 @@ def test_a_result_that_no_engine_confirmed_is_promised_with_any_flags(
 ) -> None:
     settings = Settings(home=tmp_path)
     found_promises.write(settings, structs.replace(TUNED, confirmed=False, engine_flags=None))
-    assert tuned_promises(settings, ["a/model", "-tp", "4"], given=()) == {"harm": 0.23}
+    assert as_tuned(EngineSection(), settings, ["a/model", "-tp", "4"], given=()) == EngineSection(harm=0.23)
     assert "(simulated: H100; vllm 1; bfloat16; tp=1) for" in (said := capsys.readouterr().err)
     assert "warning" not in said
 
@@ -586,11 +589,11 @@ def test_a_promise_that_was_tuned_with_other_flags_is_told_as_such(
     conclude(settings, found, flags[2:], keep=True, as_json=False)
     assert "kept for conserve serve a/model -tp 4 --max-model-len 8192 --tuned: " in capsys.readouterr().err
     alike = ["--max-model-len=8192", "--tensor-parallel-size", "4"]
-    assert tuned_promises(settings, ["a/model", *alike], given=()) == {"harm": 0.23}
+    assert as_tuned(EngineSection(), settings, ["a/model", *alike], given=()) == EngineSection(harm=0.23)
     said = capsys.readouterr().err
     assert "(on the engine: H100; vllm 1; bfloat16; tp=4) for" in said
     assert "warning" not in said
-    assert tuned_promises(settings, ["a/model", "-tp", "2"], given=()) == {"harm": 0.23}
+    assert as_tuned(EngineSection(), settings, ["a/model", "-tp", "2"], given=()) == EngineSection(harm=0.23)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
         "warning: it was tuned with other flags of vLLM: --seed 7 -tp 4 --max-model-len 8192; "
@@ -604,7 +607,7 @@ def test_the_promise_of_another_model_whose_file_has_the_same_name_is_not_taken(
     with pytest.raises(
         InputError, match="was tuned for a/model, not for a-model; run: conserve tune a-model"
     ):
-        tuned_promises(settings, ["a-model"], given=())
+        as_tuned(EngineSection(), settings, ["a-model"], given=())
 
 
 def test_a_folder_is_the_same_model_however_it_is_named(
@@ -626,7 +629,8 @@ def test_slos_are_entries_of_the_section_too(tmp_path: Path) -> None:
         }
     )
     found_promises.write(settings, found)
-    assert tuned_promises(settings, ["a/model"], given=()) == {"ttft_slo_ms": 900.0, "tbt_slo_ms": 80.5}
+    section = as_tuned(EngineSection(), settings, ["a/model"], given=())
+    assert section == EngineSection(ttft_slo_ms=900.0, tbt_slo_ms=80.5)
 
 
 @pytest.mark.parametrize("tbt_ms", [0.3, 80.0, 2224.8, 12_345.6])

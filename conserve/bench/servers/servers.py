@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Self
+from typing import Self
 
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.compare import FILL_S, PRACTICE_S, Design
@@ -20,13 +20,14 @@ from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Sized
 from conserve.bench.stock import StockServer
 from conserve.config import Settings
+from conserve.engine.section import EngineSection
 from conserve.engine.service import ProcessCommand, python
 from conserve.errors import ConserveError
 from conserve.hosts import HERE, free_port, url_of
 
 LEASE_S = 24 * 3600.0  # a harvester may be stopped for as long as others have their turns
 # Of settings, a section, vLLM's flags and a port.
-MakeServer = Callable[[Settings, dict[str, Any], list[str], int], ProcessCommand]
+MakeServer = Callable[[Settings, EngineSection, list[str], int], ProcessCommand]
 MakeHarvester = Callable[..., ProcessCommand]  # of settings and a server's address, with more flags
 MOST_ROWS = 256  # in flight at a stock server beside one of unknown speed
 MOST_BLOCKS = 10_000  # on the same servers
@@ -37,7 +38,7 @@ class ServersPlan:
     """The servers to start: settings of the user, flags of vLLM, our section of the engine's configuration."""
 
     settings: Settings
-    section: dict[str, Any]
+    section: EngineSection
     flags: Sequence[str]  # of stock servers
     connector: Sequence[str]  # of the plug-in's server, which may copy KV
     preset: Preset
