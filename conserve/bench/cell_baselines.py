@@ -71,7 +71,7 @@ class TunedCell:
     def settings(self, name: str) -> dict[str, Any]:
         """Arguments of `Simulator.play` for a policy."""
         return {
-            "promises": {"hygen": self.predictor.coefficients} if name in TERMS else None,
+            "hygen": self.predictor.coefficients if name in TERMS else None,
             "terms": self.terms.get(name),
             "tokens": self.tokens if name == SARATHI_P else None,
         }

@@ -55,6 +55,7 @@ class Simulate(Protocol):
         block_s: float,
         rows: Iterator[tuple[int, int]],
         promises: Mapping[str, Any],
+        hygen: Mapping[str, float] | None,
         terms: Mapping[str, float] | None,
         checkpoints: bool,
         shared_tokens: int,
@@ -93,12 +94,14 @@ class Simulator:
         slo: LatencyLimits | None = None,
         *,
         promises: Mapping[str, Any] | None = None,
+        hygen: Mapping[str, float] | None = None,
         terms: Mapping[str, float] | None = None,
         tokens: int | None = None,
     ) -> list[Block]:
         """Play these blocks under a policy by its name, with an SLO or other promises.
 
-        `terms` are parameters of HyGen's policies, `tokens` is the token budget of `sarathi-p`.
+        `hygen` are coefficients of HyGen's predictor, `terms` are parameters of its policies, `tokens` is the token
+        budget of `sarathi-p`.
         """
         machine = self.machine if tokens is None else self.machine.limited(tokens)
         rows = self.machine.rows(ROWS, seed=self.seed)
@@ -109,6 +112,7 @@ class Simulator:
             block_s=self.block_s,
             rows=cycle(rows) if name != ONLINE_ONLY else iter(()),
             promises=_promises(name, slo) if promises is None else promises,
+            hygen=hygen,
             terms=terms,
             checkpoints=regime_of(name).checkpoint,
             shared_tokens=blocks[0].shared_tokens if blocks else 0,

@@ -266,6 +266,23 @@ def test_a_policy_of_hygens_has_iterations_of_the_tokens_that_it_is_given(
     assert 0.9 * most < said["offline"]["tokens"] / said["iterations"] <= most
 
 
+def test_a_policy_of_hygens_has_the_predictor_that_it_is_given() -> None:
+    from conserve.engine.vllm.simulation.play import SimulatedMachine, simulate
+    from conserve.profiles.hygen import HyGenModel
+    from tests.bare_scheduler import MODEL
+
+    machine = SimulatedMachine(model=MODEL, layers=LAYERS, flags={"block_size": 128}, num_blocks=4096)
+    hygen = dict.fromkeys(HyGenModel.terms, 1e-3)
+    told = {"budget_ms": 200.0}
+    arrivals = [Arrival(0.5 * n, PROMPT, 5) for n in range(4)]
+    rows = cycle(ROWS)
+    (block,) = simulate(
+        machine, "hygen", [arrivals], block_s=2.0, rows=rows, window=8, hygen=hygen, terms=told
+    )
+    assert (block.last.hygen.coefficients, block.last.hygen.budget_ms) == (hygen, 200.0)
+    assert block.last.offline.tokens > block.first.offline.tokens
+
+
 def test_rows_pause_where_a_promise_leaves_no_time_for_them(make: Make) -> None:
     from conserve.engine.runtime.class_traffic import WINDOW_S
 

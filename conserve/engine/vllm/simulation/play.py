@@ -63,6 +63,7 @@ def simulate(
     rows: Iterator[tuple[int, int]],
     window: int,
     promises: Mapping[str, Any] | None = None,
+    hygen: Mapping[str, float] | None = None,
     terms: Mapping[str, float] | None = None,
     separable: bool = True,
     checkpoints: bool = False,
@@ -70,9 +71,9 @@ def simulate(
 ) -> Iterator[SimulatedBlock]:
     """Play the blocks one after the other on one engine, which has run offline rows alone for a block before.
 
-    `policy` may name its preemption (`conserve/never`). `promises` are entries of the engine's section, `terms` are
-    HyGen's parameters. Where rows are not `separable`, all leave an iteration or none. With `checkpoints` evicted
-    rows get their KV back from host memory.
+    `policy` may name its preemption (`conserve/never`). `promises` are entries of the engine's section, `hygen` are
+    coefficients of HyGen's predictor, `terms` are parameters of its policies. Where rows are not `separable`, all
+    leave an iteration or none. With `checkpoints` evicted rows get their KV back from host memory.
     """
     with _engine(
         machine,
@@ -80,6 +81,7 @@ def simulate(
         rows,
         window=window,
         promises=promises or {},
+        hygen=hygen,
         separable=separable,
         checkpoints=checkpoints,
     ) as engine:
@@ -170,6 +172,7 @@ def _engine(
     *,
     window: int,
     promises: Mapping[str, Any],
+    hygen: Mapping[str, float] | None = None,
     separable: bool,
     checkpoints: bool,
 ) -> Iterator[SimulatedEngine]:
@@ -179,7 +182,7 @@ def _engine(
     with tempfile.TemporaryDirectory() as folder, clock.installed():
         leaves = preemption or (PROMPT if traits(name).rows_may_leave else OFF)
         said = {"policy": name, "preemption": leaves, "harm": None, "receipt": 0.0, **promises}
-        times = known(machine.model, Path(folder))
+        times = msgspec.structs.replace(known(machine.model, Path(folder)), hygen=hygen)
         flags: dict[str, Any] = {**machine.flags}
         copies = machine.copies if checkpoints else None
         if copies is not None:
