@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import httpx
 import msgspec
+from msgspec.structs import replace
 
 from conserve.bench.answers import LoadAnswer
 from conserve.bench.attainment import LatencyLimits
@@ -20,9 +21,10 @@ from conserve.bench.served import served_model
 from conserve.bench.simulate_online import EngineModel
 from conserve.errors import ConserveError, EndpointUnusable
 from conserve.hosts import bearer, split_login
-from conserve.names import OFF
+from conserve.names import OFF, ON
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS
+from conserve.regime_change import RegimeChange
 from conserve.server_report import PATH, UNREADABLE, SchedulerReport, ServerReport, read
 
 LOOKS = 5  # for a row, since there may be none between the end of one and the next
@@ -101,14 +103,12 @@ class Deployment:
         Raises `EndpointUnusable` if the server cannot do what the name says.
         """
         regime = regime_of(name)
-        body = wanted(regime, preemption)
-        if regime.harm is not None:
-            body["slo"] = {"harm": regime.harm}
-        elif slo is not None:
-            body["slo"] = {"ttft_ms": slo.ttft_ms, "tbt_ms": slo.tbt_ms}
+        change = wanted(regime, preemption)
+        if regime.harm is None and slo is not None:
+            change = replace(change, slo={"ttft_ms": slo.ttft_ms, "tbt_ms": slo.tbt_ms})
         if regime.policy in HYGENS:
-            body["hygen"] = dict(self.terms.get(name, {}))
-        said = await self._ask("POST", json=body)
+            change = replace(change, hygen=dict(self.terms.get(name, {})))
+        said = await self._ask("POST", json=change.document())
         found = said.scheduler.preemption
         if regime.preemption not in (None, found.policy):
             raise EndpointUnusable(
@@ -116,24 +116,24 @@ class Deployment:
             )
         return counters_of(said)
 
-    async def regime(self) -> dict[str, Any]:
-        """Current policy, preemption, checkpoints, batching mode and SLO, as `POST /v1/conserve` takes them."""
+    async def regime(self) -> RegimeChange:
+        """The change that would bring the current policy, preemption, checkpoints, batching mode and SLO back."""
         said = (await self._ask("GET")).scheduler
-        return {
-            "policy": said.policy,
-            "slo": msgspec.to_builtins(said.slo),
-            "preemption": said.preemption.policy,
-            "checkpoint": OFF if said.checkpoint.policy == OFF else "on",
-            "batching": said.batching.policy,
-        }
+        return RegimeChange(
+            policy=said.policy,
+            slo=msgspec.to_builtins(said.slo),
+            preemption=said.preemption.policy,
+            checkpoint=OFF if said.checkpoint.policy == OFF else ON,
+            batching=said.batching.policy,
+        )
 
     async def why_rows_stay(self) -> str | None:
         """Reason that rows never leave this server's iterations; None if they can."""
         return (await self._ask("GET")).scheduler.preemption.why_off
 
-    async def restore(self, regime: dict[str, Any]) -> None:
+    async def restore(self, regime: RegimeChange) -> None:
         """Set policy, preemption, checkpoints and SLO back."""
-        await self._ask("POST", json=regime)
+        await self._ask("POST", json=regime.document())
 
     async def counters(self) -> SchedulerCounters:
         """Current counters."""

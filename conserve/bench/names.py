@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from msgspec import UNSET
+
 from conserve.names import (
     CONSERVE,
     DEFAULT_HARM,
@@ -17,6 +19,7 @@ from conserve.names import (
     PRIORITY,
     SARATHI_PP,
 )
+from conserve.regime_change import RegimeChange
 
 SARATHI_P = "sarathi-p"
 DISTSERVE_P = "distserve-p"  # on several engines at once, which are simulated
@@ -117,14 +120,15 @@ def is_stock(name: str) -> bool:
     return name in STOCK
 
 
-def wanted(regime: Regime, preemption: str) -> dict[str, Any]:
-    """Body of `POST /v1/conserve`; `preemption` is the default one."""
-    return {
-        "policy": regime.policy,
-        "preemption": regime.preemption or preemption,
-        "checkpoint": ON if regime.checkpoint else OFF,
-        "batching": ON if regime.full_batches else OFF,
-    }
+def wanted(regime: Regime, preemption: str) -> RegimeChange:
+    """Change of a running server to this regime; `preemption` is the default one."""
+    return RegimeChange(
+        policy=regime.policy,
+        preemption=regime.preemption or preemption,
+        checkpoint=ON if regime.checkpoint else OFF,
+        batching=ON if regime.full_batches else OFF,
+        slo=UNSET if regime.harm is None else {"harm": regime.harm},
+    )
 
 
 def promise_flags(promises: Mapping[str, float]) -> str:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from conserve.bench.baseline_parameters import TuningWorkload, token_budget, tuned_hygen
 from conserve.bench.compare import Design, alternate, with_slo
@@ -24,6 +24,7 @@ from conserve.endpoints.roster import server_url
 from conserve.errors import EndpointUnusable, InputError
 from conserve.hosts import without_login
 from conserve.names import CONSERVE
+from conserve.regime_change import RegimeChange
 
 VOCABULARY = (100, 20_000)  # token ids of prompts
 RESTORE_S = 5.0  # time-out for giving a server its policy back
@@ -175,10 +176,10 @@ async def ready(
     return playing
 
 
-async def give_back(deployment: Deployment, regime: dict[str, Any], endpoint: str, say: Say) -> None:
+async def give_back(deployment: Deployment, regime: RegimeChange, endpoint: str, say: Say) -> None:
     """Restore the server's policy, preemption and SLO, or say that they are not."""
     try:
         async with asyncio.timeout(RESTORE_S):
             await deployment.restore(regime)
     except (EndpointUnusable, TimeoutError):
-        say(f"{endpoint} did not take its policy {regime['policy']} back; start it again to have it")
+        say(f"{endpoint} did not take its policy {regime.policy} back; start it again to have it")

@@ -361,6 +361,8 @@ def test_preemption_is_changed_over_http(name: str) -> None:
         {"checkpoint": "eager"},
         {"checkpoint": []},
         {"policy": "fair"},
+        {"policy": None},
+        {"hygen": {"tokens": 0}},
         {"slo": {"ttft_ms": 0}},
         {"slo": {"ttft_ms": "soon"}},
         {"slo": None},

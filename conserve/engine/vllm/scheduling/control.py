@@ -6,6 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+from msgspec import UNSET
+
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.plan import Policy
 from conserve.engine.policy.promises import Promises
@@ -14,6 +17,7 @@ from conserve.engine.runtime.traffic import Pause
 from conserve.engine.vllm.scheduling.observation import keeps_kv
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.names import OFF
+from conserve.regime_change import RegimeChange
 
 if TYPE_CHECKING:
     from conserve.engine.vllm.scheduling.scheduler import CoServing
@@ -37,18 +41,20 @@ def planner_of(scheduler: CoServing) -> Policy:
 
 
 def change_regime(scheduler: CoServing, change: Mapping[str, Any]) -> None:
-    """Change the policy with HyGen's terms, preemption, checkpoints, batching mode or promises, as far as named."""
-    if "policy" in change:
-        scheduler.use_policy(change["policy"])
-        scheduler.row_terms = RowTerms.of(change.get("hygen", {}), now=time.monotonic())
-    if "preemption" in change:
-        scheduler.arrival_monitor.use_rule(change["preemption"])
-    if "checkpoint" in change and scheduler.checkpoints is not None:
-        scheduler.checkpoints.on = change["checkpoint"] != OFF
-    if "batching" in change:
-        scheduler.batches = change["batching"] != OFF
-    if "slo" in change:
-        scheduler.traffic.promise(Promises.of(change["slo"]))
+    """Change the policy with HyGen's terms, preemption, checkpoints, batching mode or promises, as far as set."""
+    asked = msgspec.convert(change, RegimeChange)
+    if asked.policy is not UNSET:
+        scheduler.use_policy(asked.policy)
+        terms = {} if asked.hygen is UNSET else asked.hygen
+        scheduler.row_terms = RowTerms.of(terms, now=time.monotonic())
+    if asked.preemption is not UNSET:
+        scheduler.arrival_monitor.use_rule(asked.preemption)
+    if asked.checkpoint is not UNSET and scheduler.checkpoints is not None:
+        scheduler.checkpoints.on = asked.checkpoint != OFF
+    if asked.batching is not UNSET:
+        scheduler.batches = asked.batching != OFF
+    if asked.slo is not UNSET:
+        scheduler.traffic.promise(Promises.of(asked.slo))
 
 
 def report_delays(scheduler: CoServing, server: str, delays_ms: Mapping[str, Delays]) -> dict[str, Any]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import os
 from collections.abc import Mapping
 from http import HTTPStatus
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+from msgspec import UNSET
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 import conserve
-from conserve.engine.policy.policies import BENCHED, SERVING
+from conserve.engine.policy.policies import BENCHED
 from conserve.engine.policy.preemption import LEAVE_RULES
 from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import OFFLINE_PRIORITY
@@ -26,9 +27,10 @@ from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
 from conserve.engine.vllm.server.reports import LastReports
 from conserve.engine.vllm.settings import command_of, section_of
 from conserve.errors import ProfileMissing
-from conserve.names import OFF, ON
+from conserve.names import OFF
 from conserve.openai_error import error_body, kind_of
-from conserve.server_report import PATH, SPILL_PATH, WITHIN
+from conserve.regime_change import RegimeChange
+from conserve.server_report import PATH, SPILL_PATH, UNREADABLE, WITHIN
 from conserve.variables import SUPERVISOR
 
 if TYPE_CHECKING:
@@ -82,27 +84,31 @@ async def change(request: Request) -> Response:
     if not section.control:
         return refused(HTTPStatus.FORBIDDEN, "this engine keeps its policy and its SLO")
     try:
-        wanted = json.loads(await request.body())
-        policy, slo = wanted.get("policy", SERVING[0]), wanted.get("slo", {})
-        preemption = wanted.get("preemption", OFF)
-        Promises.of(slo)
-        RowTerms.of(wanted.get("hygen", {}), now=0.0)
-        known = set(wanted) <= {"policy", "preemption", "checkpoint", "batching", "slo", "hygen"}
-        known = known and policy in (*BENCHED, section.policy) and preemption in (*LEAVE_RULES, OFF)
-        known = known and {wanted.get("checkpoint", OFF), wanted.get("batching", OFF)} <= {ON, OFF}
-    except (ValueError, TypeError, AttributeError):
-        known = False
-    if not known:
+        wanted = change_of(await request.body(), section.policy)
+    except (*UNREADABLE, TypeError, AttributeError):
         slo = '{"ttft_ms": 1500, "tbt_ms": {"p50": 40, "p99": 150}, "harm": null}'
         example = f'{{"preemption": "off", "checkpoint": "on", "slo": {slo}}}'
         names = f"policies are {', '.join(BENCHED)}; rules of preemption are {', '.join((*LEAVE_RULES, OFF))}"
         return refused(HTTPStatus.BAD_REQUEST, f"send e.g. {example}; {names}")
     try:
-        if slo and (said := await scheduler_says(client)) is not None:
-            require_model(said, slo, command_of(client.vllm_config))
+        promised = {} if wanted.slo is UNSET else wanted.slo
+        if promised and (said := await scheduler_says(client)) is not None:
+            require_model(said, promised, command_of(client.vllm_config))
     except ProfileMissing as missing:
         return refused(HTTPStatus.CONFLICT, str(missing))
-    return await answer(request, wanted)
+    return await answer(request, wanted.document())
+
+
+def change_of(content: bytes, own_policy: str) -> RegimeChange:
+    """The change that a body asks for; raises one of `UNREADABLE`, TypeError or AttributeError."""
+    change = msgspec.json.decode(content, type=RegimeChange)
+    if change.policy is not UNSET and change.policy not in (*BENCHED, own_policy):
+        raise ValueError(f"there is no policy {change.policy!r}")
+    if change.preemption is not UNSET and change.preemption not in (*LEAVE_RULES, OFF):
+        raise ValueError(f"there is no rule of preemption {change.preemption!r}")
+    Promises.of({} if change.slo is UNSET else change.slo)
+    RowTerms.of({} if change.hygen is UNSET else change.hygen, now=0.0)
+    return change
 
 
 async def spill(request: Request) -> Response:
