@@ -288,7 +288,7 @@ def test_a_model_with_an_encoder_starts_without_checkpoints(tmp_path: Path) -> N
 
     def words(model: Path) -> list[str]:
         flags = with_checkpoints(["--max-model-len", "64", "--dtype", "float32"], {"policy": "eager"})
-        return command_line(str(model), flags, {}, models_folder=tmp_path)
+        return command_line(str(model), flags, models_folder=tmp_path)
 
     whisper = configured(tmp_path / "whisper", model_type="whisper", is_encoder_decoder=True)
     assert FLAG not in words(whisper)
@@ -317,7 +317,7 @@ def test_prefix_caching_is_vllms_choice_but_for_mamba_2_on_a_cpu(
 
     model = configured(tmp_path / "model", **config)
     assert (OFF in cpu_defaults(str(model), ["--dtype", "float32"])) == off
-    words = command_line(str(model), ["--dtype", "float32"], {}, models_folder=tmp_path)
+    words = command_line(str(model), ["--dtype", "float32"], models_folder=tmp_path)
     assert (OFF in words) == off
     assert "--enable-prefix-caching" not in words
 
@@ -332,7 +332,7 @@ def test_kv_on_a_cpu_leaves_room_for_its_copies(
     from conserve.engine.vllm.server.process import command_line
 
     def kv(flags: list[str]) -> int:
-        words = command_line(model, ["--dtype", "float32", *flags], {}, models_folder=tmp_path)
+        words = command_line(model, ["--dtype", "float32", *flags], models_folder=tmp_path)
         return int(words[words.index("--kv-cache-memory-bytes") + 1])
 
     gib = 1 << 30

@@ -675,6 +675,7 @@ class TestTheServersDefault:
         ahead: bool,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        from conserve.engine.section import EngineSection
         from conserve.engine.vllm.server.process import engine_config
 
         def made(args: Any) -> Any:
@@ -684,7 +685,7 @@ class TestTheServersDefault:
         monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs.from_cli_args", made)
         monkeypatch.setattr("conserve.engine.vllm.launching.flags.reserve_cores", lambda config: None)
         args: Any = SimpleNamespace(async_scheduling=None)
-        config = engine_config(args, flags, {"preemption": preemption})
+        config = engine_config(args, flags, EngineSection(preemption=preemption))
         assert config.scheduler_config.async_scheduling is ahead
 
 
