@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import time
@@ -45,6 +44,7 @@ from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
 from conserve.engine.policy.policies import SERVING, traits
 from conserve.engine.runtime.api_limits import BODY_BYTES, ApiLimits
 from conserve.engine.section import EngineSection
+from conserve.engine.server_launch import ServerLaunch
 from conserve.errors import SettingsError
 from conserve.hosts import url_elsewhere, url_of
 from conserve.http_server import CONNECTIONS
@@ -314,17 +314,16 @@ def server_command(
     from conserve.engine.service import ProcessCommand, python
 
     log = os.environ.get(ENGINE_LOG)
-    limits = json.dumps((front or ApiLimits()).document())
-    words = (
-        settings.engine_model,
-        str(settings.models_folder),
-        json.dumps(section.document()),
-        limits,
-        *flags,
+    launch = ServerLaunch(
+        model=settings.engine_model,
+        models_folder=str(settings.models_folder),
+        section=section,
+        limits=front or ApiLimits(),
+        flags=flags,
     )
     return ProcessCommand(
         name="server",
-        words=python("conserve.engine.vllm.server.process", *words),
+        words=python("conserve.engine.vllm.server.process", *launch.words()),
         # Keys go into the environment: every user of the machine can read a command line.
         environment={
             SERVED: "1",

@@ -1,6 +1,5 @@
 """`conserve serve --print-flags`: the command of a `vllm serve` of the user's own, and what it goes without."""
 
-import json
 import os
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from conserve.cli.serve_notices import open_to_all
 from conserve.cli.serve_unused import not_printed
 from conserve.config import Settings
 from conserve.engine.section import EngineSection
+from conserve.engine.server_launch import ServerLaunch
 
 
 def of_printed(ctx: typer.Context, host: str, settings: Settings) -> list[str]:
@@ -38,8 +38,13 @@ def print_command(
     for notice in notices:
         output.say(notice)
     output.say(f"{IMPORTING}, which completes the flags for {settings.engine_model}")
-    keys = "keys" if settings.api_key else ""
-    words = (settings.engine_model, str(settings.models_folder), json.dumps(section.document()), keys, *flags)
-    command = python("conserve.engine.vllm.server.printed", *words)
+    launch = ServerLaunch(
+        model=settings.engine_model,
+        models_folder=str(settings.models_folder),
+        section=section,
+        keyed=bool(settings.api_key),
+        flags=flags,
+    )
+    command = python("conserve.engine.vllm.server.printed", *launch.words())
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     return subprocess.run(command, env=environment, check=False).returncode

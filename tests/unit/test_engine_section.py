@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from conserve.engine.known_times import KnownTimes
+from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.section import AUTO, EngineSection
+from conserve.engine.server_launch import ServerLaunch
 from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
@@ -90,3 +92,12 @@ def test_known_times_travel_as_json(tmp_path: Path) -> None:
     assert (again.source, again.hygen_model()) == ("profile", None)
     batch = Batch.of([Slice(1, 100, True)])
     assert again.corrected_model().first.predict(batch) == model.predict(batch)
+
+
+@pytest.mark.parametrize("flags", [(), ("--max-model-len", "2048", "--", "x")])
+def test_a_server_is_started_with_what_its_command_line_says(flags: tuple[str, ...]) -> None:
+    launch = ServerLaunch(
+        model="m", models_folder="/models", section=WHOLE, limits=ApiLimits(connections=7), flags=flags
+    )
+    assert launch.words()[1:] == [*flags]
+    assert ServerLaunch.of(launch.words()) == launch

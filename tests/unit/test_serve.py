@@ -592,7 +592,7 @@ def test_limits_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     words += ["--max-file", "5MB"]
     CliRunner().invoke(app, words)
     CliRunner().invoke(app, ["serve", "smollm2-demo"])
-    limits = [json.loads(next(word for word in words if "body_bytes" in word)) for words in found]
+    limits = [json.loads(next(word for word in words if "body_bytes" in word))["limits"] for words in found]
     assert limits == [
         {"body_bytes": 1_000_000, "file_bytes": 5_000_000, "connections": 7, "open_metrics": True},
         {"body_bytes": 64 << 20, "file_bytes": 200_000_000, "connections": 4096, "open_metrics": False},

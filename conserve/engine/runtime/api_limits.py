@@ -1,7 +1,6 @@
 """Limits of the API server: size of a body, open connections, and access to its metrics."""
 
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
 
 from conserve.http_server import CONNECTIONS
 
@@ -17,12 +16,3 @@ class ApiLimits:
     file_bytes: int = FILE_BYTES  # of an upload to the Batch API
     connections: int = CONNECTIONS  # open at once
     open_metrics: bool = False  # True: `/metrics` is answered without a key
-
-    def document(self) -> dict[str, Any]:
-        """The limits for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, document: dict[str, Any]) -> Self:
-        """Read the limits back from JSON."""
-        return cls(**document)

@@ -16,6 +16,7 @@ from conserve.config import default_home
 from conserve.engine.runtime.machine import RESERVED
 from conserve.engine.runtime.vllm_flags import given_flags
 from conserve.engine.section import AUTO, EngineSection
+from conserve.engine.server_launch import ServerLaunch
 from conserve.engine.vllm.compat.installed import require_engine
 from conserve.engine.vllm.launching.environment import (
     OUTPUTS,
@@ -44,14 +45,15 @@ KEYS = (
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the command, return the exit code. `words`: model, models' folder, our section, "keys" or "", flags."""
-    model, models_folder, section_json, keys, *flags = words
+    """Print the command, return the exit code. `words` are a `ServerLaunch`."""
+    launch = ServerLaunch.of(words)
+    model, flags = launch.model, launch.flags
     try:
         require_engine()
         prepare_environment(offline=model == DEMO_MODEL or Path(model).exists(), served=True)
         quiet_warnings()
-        section = EngineSection.of(json.loads(section_json))
-        line = command_of(model, flags, section, models_folder=Path(models_folder), keys=bool(keys))
+        folder = Path(launch.models_folder)
+        line = command_of(model, flags, launch.section, models_folder=folder, keys=launch.keyed)
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)
         return error.exit_code

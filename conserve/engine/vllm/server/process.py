@@ -23,6 +23,7 @@ from conserve import logs, open_files
 from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.runtime.vllm_flags import given_flags, names_of
 from conserve.engine.section import AUTO, EngineSection
+from conserve.engine.server_launch import ServerLaunch
 from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, without_checkpoints
 from conserve.engine.vllm.compat import trial
 from conserve.engine.vllm.compat.installed import require_engine
@@ -202,30 +203,34 @@ def warn(sentence: str) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve until SIGTERM; returns the exit code. `words`: model, models' folder, our section, limits, flags."""
-    model, models_folder, section_json, limits_json, *flags = words
-    limits = ApiLimits.of(json.loads(limits_json))
+    """Serve until SIGTERM; returns the exit code. `words` are a `ServerLaunch`."""
+    launch = ServerLaunch.of(words)
+    model, models_folder, section, flags = (
+        launch.model,
+        Path(launch.models_folder),
+        launch.section,
+        launch.flags,
+    )
     if logs.wanted_by(os.environ):
         logs.take_over()
     try:
-        section = EngineSection.of(json.loads(section_json))
         require_engine()
         seconds_asked_for()  # a mistake in them is told before the model is loaded
         offline = model == DEMO_MODEL or Path(model).exists()
         prepare_environment(offline=offline, served=True)
-        require_on_hub(at_hand(model, Path(models_folder)))
+        require_on_hub(at_hand(model, models_folder))
         quiet_warnings()
         allow_plugin()
         trial.require(Part.ENGINE, Part.SCHEDULER, Part.SERVER, say=warn)  # its outcome is for forks too
         fork_server.start_early("the server")
         if Part.CHECKPOINTS in trial.lost_parts():
             flags = without_checkpoints(flags)
-        args = arguments(model, flags, section, models_folder=Path(models_folder))
+        args = arguments(model, flags, section, models_folder=models_folder)
         ahead = said_of_scheduling(flags) if section.leave_rule != OFF else None
         for warning in filter(None, (said_of_adapters(args), ahead)):
             warn(warning)
         fork_server.prepare(settle_profile(args, flags, section, profile_command(model, flags)))
-        put_in_front(args, limits)
+        put_in_front(args, launch.limits)
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)
         return error.exit_code
@@ -236,7 +241,7 @@ def main(words: Sequence[str]) -> int:
         )
         return 1
     try:
-        run(args, limits)
+        run(args, launch.limits)
     except ConserveError as error:  # an SLO without a latency model
         print(f"conserve: {error}", file=sys.stderr)
         return error.exit_code

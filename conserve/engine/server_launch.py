@@ -1,0 +1,30 @@
+"""What a process of vLLM's server is started with, written into its command line and read back from it."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import msgspec
+
+from conserve.engine.runtime.api_limits import ApiLimits
+from conserve.engine.section import EngineSection
+
+
+class ServerLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, its settings and limits, and flags of vLLM, which stay words of the command line."""
+
+    model: str
+    models_folder: str
+    section: EngineSection
+    limits: ApiLimits = ApiLimits()
+    keyed: bool = False  # a printed command takes keys from its shell
+    flags: Sequence[str] = ()
+
+    def words(self) -> list[str]:
+        """The launch as words of a command line: a JSON object, and the flags."""
+        return [msgspec.json.encode(msgspec.structs.replace(self, flags=())).decode(), *self.flags]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Self:
+        """Read the words back."""
+        settings, *flags = words
+        return msgspec.structs.replace(msgspec.json.decode(settings, type=cls), flags=tuple(flags))
