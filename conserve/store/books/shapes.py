@@ -56,7 +56,7 @@ class ClaimableJob(Protocol):
 
 
 class RunnableRow(CountedJob, ClaimableJob, Protocol):
-    """Row of the columns `looks.RUNNABLE`."""
+    """Row of the columns `queue_statements.RUNNABLE`."""
 
     @property
     def failed(self) -> int: ...
