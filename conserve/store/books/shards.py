@@ -261,15 +261,12 @@ def register(
             gone = sum(afresh(tx, delete(journal).where(*chunk)).rowcount for chunk in read)
             if gone != len(rows) or not is_kept(path, written_at):
                 raise _RowsMoved
-            file = ShardFile(
-                id=0,
-                job_id=job_id,
-                file=below(path, store.data),
-                failed=failed,
-                num_rows=len(rows),
-                seal=seal,
+            name = below(path, store.data)
+            add(
+                tx,
+                ShardFile(id=0, job_id=job_id, file=name, failed=failed, num_rows=len(rows), seal=seal),
+                now=now,
             )
-            add(tx, file, now=now)
     except _RowsMoved:
         return False
     return True
