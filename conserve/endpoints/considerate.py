@@ -9,7 +9,7 @@ import httpx
 from conserve.endpoints.discovery import Mode, ServerFacts, metrics
 from conserve.endpoints.probes import Probes
 from conserve.endpoints.protocol import Url
-from conserve.endpoints.window import CongestionWindow, OtherRequests, Ours
+from conserve.endpoints.window import ALONE_S, CongestionWindow, OtherRequests, Ours
 
 LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
 PROBE_EVERY_S = 5.0  # between two small requests where no metrics tell that others are there
@@ -28,10 +28,18 @@ class ConsiderateRows:
         self.in_flight = self._answered = 0
         self._route = Url.CHAT  # of the row that was sent last
         self._others = OtherRequests()
+        self._queued = False  # requests waited at the last look
         self._probe_at = self._pressed_at = -inf
+        self._ended_at = -inf  # the row that was the last one there
+
+    def begin(self, most_rows: int) -> None:
+        """Begin at a server, or at another one at its address."""
+        self.window, self._others = CongestionWindow(high=most_rows), OtherRequests()
 
     def sent(self, route: Url) -> None:
-        """Note that a row is sent."""
+        """Note that a row is sent; after a time without rows they begin as at first."""
+        if not self.in_flight and asyncio.get_running_loop().time() - self._ended_at > ALONE_S:
+            self.window.start_over()
         self.in_flight += 1
         self._route = route
 
@@ -39,13 +47,14 @@ class ConsiderateRows:
         """Note that a row is at the server no more."""
         self.in_flight -= 1
         self._answered += answered
+        self._ended_at = asyncio.get_running_loop().time()
 
     def refused(self) -> None:
         """Note that the server refused a row as busy; a burst of refusals is one sign of pressure."""
         now = asyncio.get_running_loop().time()
         if now >= self._pressed_at + LOOK_EVERY_S:
             self._pressed_at = now
-            self.window.press()
+            self._press()
 
     async def keep_looking(self) -> None:
         """Move the window by what the server tells, repeatedly while rows are in flight."""
@@ -53,33 +62,51 @@ class ConsiderateRows:
             await asyncio.sleep(LOOK_EVERY_S if self._server().has_metrics else PROBE_EVERY_S)
             if self.in_flight and self._server().mode is not Mode.COSERVING:
                 await self.look()
+            else:
+                self._others.forget()
 
     async def look(self) -> None:
         """Move the window once."""
         if not self._server().has_metrics:
-            await self._probe(moves=True)
+            await self._probe()
             return
         before = self._ours
         page = await metrics(self._client)
         if page is None:
-            self.window.press()
+            self._press()
             return
         now = asyncio.get_running_loop().time()
-        if self._others.observe(page, before, self._ours, now=now):
-            await self._probe(moves=True)
-            return
-        self.window.fill(rows=self.in_flight, waiting=page.waiting)
-        if now >= self._probe_at:  # the scale is there once others come
-            self._probe_at = now + PROBE_EVERY_S
-            await self._probe(moves=False)
+        others = self._others.observe(page, before, self._ours, now=now)
+        queued, self._queued = self._queued, page.waiting > 0
+        if not others:
+            self.window.fill(rows=self.in_flight, waiting=page.waiting)
+            if now >= self._probe_at and not page.waiting:  # the scale is there once others come
+                self._probe_at = now + PROBE_EVERY_S
+                await self._probe(moves=False)
+        elif not page.waiting:
+            await self._probe()
+        elif queued:  # one look may find an arrival that does not wait
+            self.window.press()
 
     @property
     def _ours(self) -> Ours:
         return Ours(in_flight=self.in_flight, answered=self._answered + self._probes.answered)
 
-    async def _probe(self, *, moves: bool) -> None:
-        """Time a small request; one that is rejected tells nothing."""
-        route, rows = self._route, self.in_flight
-        probe_s = await self._probes.seconds(self._server().model, route)
+    def _press(self) -> None:
+        """Halve the window; whoever keeps the server busy may be in front of it, so that no metrics show them."""
+        self.window.press()
+        self._others.forget()
+
+    async def _probe(self, *, moves: bool = True) -> None:
+        """Time a small request. One that is rejected tells nothing; vLLM's metrics alone let no rows in then."""
+        window, route, rows = self.window, self._route, self.in_flight
+        patience_s = max(LOOK_EVERY_S, window.patience_s(route))
+        try:
+            async with asyncio.timeout(None if patience_s == inf else patience_s):
+                probe_s = await self._probes.seconds(self._server().model, route)
+        except TimeoutError:
+            probe_s = patience_s
         if probe_s is not None:
-            self.window.observe(route, probe_s, rows=rows, moves=moves)
+            window.observe(route, probe_s, rows=rows, moves=moves)
+        elif moves and self._server().has_metrics:
+            window.press()

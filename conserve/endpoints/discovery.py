@@ -55,6 +55,11 @@ class ServerFacts:
     kv_cache: KvCache = field(default_factory=KvCache)
     version: str | None = None  # of ConServe
 
+    def bears_as(self, other: "ServerFacts") -> bool:
+        """True if what is known of the other's load holds of this one."""
+        mine, theirs = ((one.identity, one.mode, one.most_rows, one.has_metrics) for one in (self, other))
+        return mine == theirs
+
     def notice(self, base_url: str, *, steady: bool = False) -> str:
         """One sentence on the server for the user; `steady` if its load changes nothing."""
         if self.mode is Mode.COSERVING:

@@ -41,7 +41,7 @@ from conserve.endpoints.refusals import certificate_error, with_own_status
 from conserve.endpoints.rejections import Rejections
 from conserve.endpoints.requests import request_body, streamed_body, trace_headers
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
-from conserve.endpoints.window import CongestionWindow, SendingOrder
+from conserve.endpoints.window import SendingOrder
 from conserve.errors import (
     AnswerTooLong,
     EndpointBusy,
@@ -205,11 +205,11 @@ class HttpEndpoint(Endpoint):
             of_jobs=self._of_jobs,
             known=None if self._server is None or self._of_fleet else self._server.model,
         )
-        if self._server is None or server.most_rows != self._rows.window.high:
-            self._rows.window = CongestionWindow(high=server.most_rows)
         if self._server is None or server.identity != self._server.identity:
             self._culprit.forget()
             self._rejections.forget()
+        if self._server is None or not server.bears_as(self._server):
+            self._rows.begin(server.most_rows)
         notice = server.notice(self.base_url, steady=self._steady)
         self._server, self._look_again, self.notice = server, False, notice
 

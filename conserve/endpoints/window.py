@@ -12,6 +12,7 @@ from statistics import median
 from typing import NamedTuple, Self
 
 SLOWER = 1.5  # times the calm latency that are borne
+PATIENCE = 4.0  # times the borne latency after which a small request tells enough
 LATEST = 10  # readings whose median is the latency of late: single readings differ twofold
 SHORTEST_S = 1e-6
 FIRST = 5  # readings that tell the calm latency at first, and that a cut waits for after another one
@@ -19,18 +20,16 @@ LONG = 60  # readings whose median is the calm latency if it is lower
 FEW_ROWS = 2  # that make no pressure
 AT_FEW = 15  # readings beside them that tell the calm latency anew
 DEEPEST = 0.25  # part of the window that a cut leaves at least
-NEAR, PAST, SLOWLY = (
-    0.7,
-    1.25,
-    0.2,
-)  # between these parts of the size that was cut, rows that a calm reading adds
+NEAR, PAST = 0.7, 1.25  # parts of the size that was cut, between which rows come back slowly
+SLOWLY = 0.2  # rows that a calm reading adds there
 SMALL = 0.25  # part of the largest window below which one is small
 SMALL_FOR, LONGEST_SMALL = 600, 7200  # readings of a small window, after which it is held at few rows
 HELD = 300  # readings at most, until enough are beside few rows
-ALONE_S = 60.0  # without a sign of others, after which there are none
-UNSEEN_S = 10.0  # between two looks, after which others may have come
+ALONE_S, LONGEST_ALONE_S = 60.0, 1800.0  # without a sign of others, after which there are none
+SOON = 10  # times as long without others, within which they come back soon
 IN_TRANSIT = 2  # answers at least that may be on their way
-QUEUED_PART = 8  # one row in so many may wait in the server's queue, so that none of its places is empty
+ROWS_IN_TRANSIT = 8  # of which one may be on its way
+LOOKS = 5  # of which one at least finds next to no answer on its way
 
 
 class CalmLatency:
@@ -43,7 +42,7 @@ class CalmLatency:
         self._latest: deque[float] = deque(maxlen=LATEST)
         self._long: deque[float] = deque(maxlen=LONG)
         self._at_few: deque[float] = deque(maxlen=AT_FEW)
-        self._calm_s = inf
+        self.borne_s = inf
 
     def observe(self, latency_s: float, *, rows: int) -> float:
         """Take one reading beside so many rows; returns the latency of late in times of the borne one."""
@@ -51,13 +50,12 @@ class CalmLatency:
         self._long.append(latency_s)
         if rows <= FEW_ROWS:
             self._at_few.append(latency_s)
-        if self.is_told_anew:
-            self._calm_s = median(self._at_few)
+        if rows <= FEW_ROWS and self.is_told_anew:
+            self._bear(median(self._at_few))
             self._long.clear()
         elif len(self._long) == LONG or len(self._latest) == FIRST:
-            self._calm_s = min(self._calm_s, median(self._long))
-        late_s = median(self._latest)
-        return inf if late_s == inf else late_s / (SLOWER * max(self._calm_s, SHORTEST_S))
+            self._lower_to(median(self._long))
+        return median(self._latest) / self.borne_s
 
     @property
     def is_told_anew(self) -> bool:
@@ -67,6 +65,14 @@ class CalmLatency:
     def forget_few(self) -> None:
         """Have the calm latency told by readings to come."""
         self._at_few.clear()
+
+    def _lower_to(self, calm_s: float) -> None:
+        if SLOWER * calm_s < self.borne_s:
+            self._bear(calm_s)
+            self._at_few.clear()
+
+    def _bear(self, calm_s: float) -> None:
+        self.borne_s = SLOWER * max(calm_s, SHORTEST_S)
 
 
 class CongestionWindow:
@@ -79,11 +85,15 @@ class CongestionWindow:
 
     def __init__(self, *, high: int) -> None:
         self.high = max(1, high)
-        self._exact = 1.0
         self._scales: dict[Hashable, CalmLatency] = {}
-        self._cut_at = inf  # size
-        self._since_cut = FIRST  # readings
         self._small_for, self._small_until = 0, SMALL_FOR
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Begin with one row again; what is known of calm latencies stays."""
+        self._exact = 1.0
+        self._cut_at = self._places = inf  # size that was cut, and rows that found a place at once
+        self._since_cut = FIRST  # readings
         self._held = 0  # readings that are left of a hold
 
     @property
@@ -91,42 +101,51 @@ class CongestionWindow:
         """Rows that may be in flight."""
         return min(FEW_ROWS, self.high) if self._held else int(self._exact)
 
+    def patience_s(self, of: Hashable) -> float:
+        """Seconds after which a small request of this kind tells enough; infinite while nothing is known."""
+        return PATIENCE * self._scales[of].borne_s if of in self._scales else inf
+
     def observe(self, of: Hashable, latency_s: float, *, rows: int, moves: bool = True) -> int:
         """Take a latency of this kind of requests beside so many rows; returns the new size.
 
-        Unless it `moves` the window, the reading only tells the scale.
+        An infinite one is trouble. Unless it `moves` the window, the reading only tells the scale.
         """
+        if latency_s == inf:
+            return self.press()
         scale = self._scales.setdefault(of, CalmLatency())
         times = scale.observe(latency_s, rows=rows)
         if self._held:
             self._held = 0 if scale.is_told_anew else self._held - 1
         elif moves:
-            self._move(times)
+            self._move(times, grows=latency_s <= scale.borne_s)
             self._look_whether_it_stays_small()
         return self.size
 
     def press(self) -> int:
-        """Halve the window: the server refuses rows, or tells nothing; returns the new size."""
+        """Halve the window: requests wait, the server refuses rows, or it tells nothing; returns the new size."""
         self._cut(0.5)
         return self.size
 
     def fill(self, *, rows: int, waiting: float) -> int:
         """Go to the size that fills a server without other requests; some of our `rows` there wait in its queue."""
-        few = 1 + rows // QUEUED_PART
-        more = 2 * self._exact if not waiting else self._exact + 1
-        self._exact = float(min(self.high, more if waiting <= few else max(1, rows - waiting + few)))
+        if waiting:
+            self._places = self._exact = max(1.0, rows - waiting)
+        else:
+            self._exact = 2 * self._exact if 2 * self._exact <= self._places else self._exact + 1
+        self._exact = min(float(self.high), self._exact)
         self._held, self._small_for, self._cut_at = 0, 0, inf
         return self.size
 
-    def _move(self, times: float) -> None:
+    def _move(self, times: float, *, grows: bool) -> None:
         self._since_cut += 1
-        if times <= 1:
+        if times > 1:
+            if self._since_cut > FIRST:  # the latency of late is of this size, for the most part
+                self._cut(max(DEEPEST, 1 / times))
+        elif grows:
             if self._exact > PAST * self._cut_at:  # which was no limit, or is none any more
                 self._cut_at = inf
             near = self._exact > NEAR * self._cut_at
             self._exact = min(self.high, self._exact + (SLOWLY if near else 1))
-        elif self._since_cut > FIRST:  # the latency of late is of this size, for the most part
-            self._cut(max(DEEPEST, 1 / times))
 
     def _cut(self, part: float) -> None:
         self._cut_at, self._since_cut = self._exact, 0
@@ -182,35 +201,48 @@ class OtherRequests:
     """Tells by vLLM's figures whether requests of others come to a server.
 
     More requests than ours are others', and so are more answers than ours. Where the figures are not of one
-    process, or lack answers of ours, as of one replica behind a balancer, nothing is known: others may be there.
+    process, or lack requests or answers of ours, as of one replica behind a balancer, nothing is known: others may
+    be there. Where they come back soon after there were none, it takes longer the next time until there are none.
     """
 
     def __init__(self) -> None:
         self._looked_at = self._seen_at = -inf
+        self._alone_since = inf
+        self._alone_s = ALONE_S
         self._started_at: float | None = None
-        self._foreign: deque[tuple[float, float]] = deque()  # when, and answers that were not ours by then
+        self._foreign: deque[float] = deque(maxlen=int(ALONE_S))  # answers that were not ours, by look
 
     def observe(self, metrics: ServerMetrics, before: Ours, after: Ours, *, now: float) -> bool:
         """Take a reading, and the requests of ours before and after it; True unless there are no others."""
-        is_first = now - self._looked_at > UNSEEN_S or metrics.started_at != self._started_at
-        if is_first:
-            self._foreign.clear()
+        self._foreign.append(metrics.finished - after.answered)
+        first = now - self._looked_at > ALONE_S or metrics.started_at != self._started_at
         self._looked_at, self._started_at = now, metrics.started_at
-        in_flight = max(before.in_flight, after.in_flight)
-        on_their_way = IN_TRANSIT + in_flight // QUEUED_PART
-        more = metrics.running + metrics.waiting > in_flight
-        foreign, least = metrics.finished - after.answered, metrics.finished - before.answered
-        if is_first or more or not self._within(on_their_way, foreign):
-            self._seen_at = now
-            self._foreign.clear()
-        while self._foreign and self._foreign[0][0] < now - ALONE_S:
-            self._foreign.popleft()
-        self._foreign.append((now, least))
-        return now - self._seen_at < ALONE_S
+        here = metrics.running + metrics.waiting
+        most, least = max(before.in_flight, after.in_flight), min(before.in_flight, after.in_flight)
+        lacks_rows = here < least - IN_TRANSIT - least // ROWS_IN_TRANSIT
+        if first or here > most or lacks_rows or self._answers_differ():
+            self._see(now)
+        elif now - self._seen_at >= self._alone_s:
+            self._alone_since = min(self._alone_since, now)
+        return now - self._seen_at < self._alone_s
 
-    def _within(self, most: float, foreign: float) -> bool:
-        """True if answers that are not ours have become neither more nor fewer than those on their way explain."""
-        return not self._foreign or abs(foreign - self._foreign[0][1]) <= most
+    def forget(self) -> None:
+        """Take it that others may be there: for a time nobody looks, or a server refuses rows."""
+        self._looked_at = -inf
+
+    def _see(self, now: float) -> None:
+        if self._alone_since < inf:
+            soon = now - self._alone_since < SOON * self._alone_s
+            self._alone_s = min(2 * self._alone_s, LONGEST_ALONE_S) if soon else ALONE_S
+        self._seen_at, self._alone_since = now, inf
+        self._foreign.clear()
+
+    def _answers_differ(self) -> bool:
+        """True if answers that are not ours have become more or fewer, but for those that are on their way."""
+        if len(self._foreign) < 2 * LOOKS:
+            return False
+        seen = list(self._foreign)
+        return abs(min(seen[-LOOKS:]) - min(seen[:LOOKS])) > IN_TRANSIT
 
 
 class Sending(NamedTuple):

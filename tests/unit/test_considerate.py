@@ -22,9 +22,13 @@ ANSWER = {"choices": [{"message": {"content": "a"}}]}
 class ModelledVllm:
     """Runs `places` requests at a time; a small one takes twice as long beside `rows_at_ease` rows."""
 
-    def __init__(self, *, places: int = 256, rows_at_ease: int = 16, replicas: int = 1) -> None:
+    def __init__(
+        self, *, places: int = 256, rows_at_ease: int = 16, replicas: int = 1, row_s: float = ROW_S
+    ) -> None:
+        self.row_s = row_s
         self.places, self.rows_at_ease, self.replicas = places, rows_at_ease, replicas
         self.slots = asyncio.Semaphore(places)
+        self.most, self.stops = 1000, False  # requests that a gateway lets through; no more rows are sent
         self.here = self.finished = self.small = self.rows = self.answered = 0
         transport = httpx.MockTransport(self.serve)
         self.endpoint = HttpEndpoint("http://server", considerate=True, transport=transport)
@@ -33,6 +37,8 @@ class ModelledVllm:
         if request.method == "GET":
             pages = {"/metrics": self.page(), "/v1/models": json.dumps({"data": [{"id": "served"}]})}
             return httpx.Response(200, text=pages.get(request.url.path, "{}"))
+        if self.here >= self.most:
+            return httpx.Response(429)
         if json.loads(request.content).get("max_tokens") == 1:
             self.small += 1
             await self.run(CALM_S * (1 + self.rows / self.rows_at_ease))
@@ -43,7 +49,7 @@ class ModelledVllm:
     async def row(self) -> None:
         self.rows += 1
         try:
-            await self.run(ROW_S)
+            await self.run(self.row_s)
         finally:
             self.rows -= 1
         self.answered += 1
@@ -96,7 +102,7 @@ class ModelledVllm:
             number, look_at = 0, loop.time()
             while True:
                 rows.difference_update({row for row in rows if row.done()})
-                while len(rows) < self.endpoint.capacity:
+                while len(rows) < self.endpoint.capacity and not self.stops:
                     call = Call(key=str(number := number + 1), url=Url.CHAT, body={"messages": []})
                     rows.add(loop.create_task(self.endpoint.complete(call)))
                 if loop.time() >= look_at:
@@ -123,21 +129,24 @@ def test_rows_fill_a_server_without_others_whatever_small_requests_take() -> Non
             await asyncio.sleep(ALONE_S + 30)
             small = server.small
             await asyncio.sleep(600)
-        assert min(rows[int(ALONE_S) + 30 :]) >= 60
+        assert sum(rows[-600:]) / 600 > 60
         assert server.small - small <= 600 / PROBE_EVERY_S
 
     virtual_time.run(go())
 
 
-def test_rows_fill_the_places_of_a_server_without_others() -> None:
+@pytest.mark.parametrize("places", [4, 24])
+def test_rows_fill_the_places_of_a_server_without_others(places: int) -> None:
+    """Small requests wait behind rows there."""
+
     async def go() -> None:
-        server = ModelledVllm(places=24)
+        server = ModelledVllm(places=places)
         async with server.harvest() as rows:
-            await asyncio.sleep(ALONE_S + 30)
+            await asyncio.sleep(4 * ALONE_S)
             answered = server.answered
             await asyncio.sleep(600)
-        assert server.answered - answered > 0.95 * 24 * 600 / ROW_S
-        assert max(rows[-300:]) <= 24 + 6
+        assert server.answered - answered > 0.95 * places * 600 / ROW_S
+        assert max(rows[-300:]) <= places + 2, "no queue stands before a next request"
 
     virtual_time.run(go())
 
@@ -160,14 +169,58 @@ def test_rows_give_way_while_others_come_and_fill_the_server_after_the_last_one(
     virtual_time.run(go())
 
 
-def test_rows_give_way_where_the_metrics_are_of_one_replica_among_several() -> None:
+@pytest.mark.parametrize("row_s", [ROW_S, 600.0])
+def test_rows_give_way_where_the_metrics_are_of_one_replica_among_several(row_s: float) -> None:
     """Requests of others might be at any of them."""
 
     async def go() -> None:
-        server = ModelledVllm(replicas=2)
+        server = ModelledVllm(replicas=2, row_s=row_s)
         async with server.harvest() as rows:
             await asyncio.sleep(900)
         slowed = [1 + count / server.rows_at_ease for count in rows[300:]]
         assert sum(slowed) / len(slowed) < 2
+
+    virtual_time.run(go())
+
+
+def test_rows_stay_few_where_requests_wait_already_at_the_start() -> None:
+    """A queue of others at the start tells no calm latency."""
+
+    async def go() -> None:
+        server = ModelledVllm(places=4)
+        async with server.others(every_s=1.0, seconds=5.0):
+            await asyncio.sleep(60)
+            async with server.harvest() as rows:
+                await asyncio.sleep(300)
+        assert max(rows) <= 4
+
+    virtual_time.run(go())
+
+
+def test_rows_begin_anew_after_a_time_without_rows() -> None:
+    async def go() -> None:
+        server = ModelledVllm()
+        async with server.harvest():
+            await asyncio.sleep(2 * ALONE_S)
+            full = server.endpoint.capacity
+            server.stops = True
+            while server.rows:
+                await asyncio.sleep(1)
+            await asyncio.sleep(2 * ALONE_S)
+            server.stops = False
+            await asyncio.sleep(1)
+            assert (full, server.endpoint.capacity <= 3) == (64, True)
+
+    virtual_time.run(go())
+
+
+def test_refusals_of_a_gateway_are_a_sign_of_others_that_no_metrics_show() -> None:
+    async def go() -> None:
+        server = ModelledVllm()
+        async with server.harvest() as rows:
+            await asyncio.sleep(2 * ALONE_S)
+            server.most = 24
+            await asyncio.sleep(600)
+        assert sum(rows[-300:]) / 300 < 24
 
     virtual_time.run(go())

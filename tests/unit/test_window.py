@@ -14,9 +14,11 @@ from conserve.endpoints.window import (
     FEW_ROWS,
     FIRST,
     HELD,
+    LONGEST_ALONE_S,
+    PATIENCE,
     SLOWER,
     SMALL_FOR,
-    UNSEEN_S,
+    SOON,
     CalmLatency,
     CongestionWindow,
     OtherRequests,
@@ -159,14 +161,29 @@ def test_each_kind_of_request_has_a_calm_latency_of_its_own() -> None:
     assert window.size == 64
 
 
-def test_a_server_in_trouble_is_under_pressure_and_its_readings_are_no_scale() -> None:
+def test_a_server_in_trouble_is_under_pressure_at_once_and_that_is_no_scale() -> None:
     window = CongestionWindow(high=64)
-    for _ in range(20):
-        window.observe("chat", inf, rows=window.size)
-    assert window.size == 1
-    for _ in range(100):
+    for _ in range(70):
         window.observe("chat", CALM_S, rows=window.size)
-    assert window.size > 20
+    assert [window.observe("chat", inf, rows=window.size) for _ in range(3)] == [32, 16, 8]
+    for _ in range(400):
+        window.observe("chat", CALM_S, rows=window.size)
+    assert window.size == 64
+
+
+def test_a_slow_reading_adds_no_row() -> None:
+    window = CongestionWindow(high=64)
+    for _ in range(9):
+        window.observe("chat", CALM_S, rows=window.size)
+    assert [window.observe("chat", took_s, rows=window.size) for took_s in (9 * CALM_S, CALM_S)] == [10, 11]
+
+
+def test_a_small_request_tells_enough_after_some_time() -> None:
+    window = CongestionWindow(high=64)
+    assert window.patience_s("chat") == inf
+    for _ in range(FIRST):
+        window.observe("chat", CALM_S, rows=1)
+    assert window.patience_s("chat") == pytest.approx(PATIENCE * SLOWER * CALM_S)
 
 
 def test_the_calm_latency_falls_with_many_lower_readings_beside_any_rows() -> None:
@@ -179,15 +196,24 @@ def test_the_calm_latency_falls_with_many_lower_readings_beside_any_rows() -> No
     for _ in range(AT_FEW):
         latency.observe(1.0, rows=FEW_ROWS)
     assert latency.observe(1.0, rows=9) == pytest.approx(1 / SLOWER)
+    for _ in range(100):
+        latency.observe(0.1, rows=9)
+    assert latency.observe(0.1, rows=9) == pytest.approx(1 / SLOWER), "and again, as at night"
 
 
 def test_a_server_without_others_is_filled_to_its_places() -> None:
     window = CongestionWindow(high=64)
     assert [window.fill(rows=0, waiting=0) for _ in range(7)] == [2, 4, 8, 16, 32, 64, 64]
-    for _ in range(20):
-        rows = window.size
-        window.fill(rows=rows, waiting=max(0, rows - 16))  # the engine runs 16 at a time
-    assert 16 <= window.size <= 20
+    sizes = [window.fill(rows=window.size, waiting=max(0, window.size - 16)) for _ in range(20)]
+    assert {*sizes} == {16, 17}, "the engine runs 16 at a time, and no queue stands before a next request"
+
+
+def test_a_window_starts_over_with_one_row_and_its_scales() -> None:
+    window = CongestionWindow(high=64)
+    for _ in range(70):
+        window.observe("chat", CALM_S, rows=window.size)
+    window.start_over()
+    assert (window.size, window.patience_s("chat")) == (1, pytest.approx(PATIENCE * SLOWER * CALM_S))
 
 
 def test_a_reading_beside_no_others_moves_nothing() -> None:
@@ -219,11 +245,29 @@ def looks(
 def test_others_may_be_there_until_none_was_seen_for_long() -> None:
     others = OtherRequests()
     assert looks(others, 70) == [second < ALONE_S for second in range(70)]
-    page, ours = ServerMetrics(9, 0, 1000 + 8 * 70), Ours(8, 8 * 70)
-    assert others.observe(page, ours, ours, now=70.0), "one request more than ours runs"
-    assert looks(others, int(ALONE_S) + 5, begin=71) == [second < ALONE_S - 1 for second in range(65)]
-    waiting = ServerMetrics(8, 1, 1000 + 8 * 136)
-    assert others.observe(waiting, Ours(8, 8 * 136), Ours(8, 8 * 136), now=136.0), "or waits"
+    for more in (ServerMetrics(9, 0, 1000 + 8 * 70), ServerMetrics(8, 1, 1000 + 8 * 70)):
+        ours = Ours(8, 8 * 70)
+        assert others.observe(more, ours, ours, now=70.0), "one request more than ours runs, or waits"
+
+
+def test_others_that_come_back_soon_are_waited_for_twice_as_long() -> None:
+    """As a user's requests every 90 s."""
+    others, waited_s, second = OtherRequests(), list[int](), 0
+    for _ in range(8):
+        seen = looks(others, 3000, begin=second)
+        waited_s.append(seen.index(False))
+        second += waited_s[-1] + 1
+        ours = Ours(8, 8 * second)
+        assert others.observe(ServerMetrics(9, 0, 1000 + 8 * second), ours, ours, now=float(second))
+        second += 1
+    assert waited_s[0] == ALONE_S
+    assert waited_s[1:4] == [2 * ALONE_S - 1, 4 * ALONE_S - 1, 8 * ALONE_S - 1]
+    assert waited_s[-1] == LONGEST_ALONE_S - 1
+    looks(others, int(LONGEST_ALONE_S * (SOON + 2)), begin=second)
+    second += int(LONGEST_ALONE_S * (SOON + 2))
+    ours = Ours(8, 8 * second)
+    assert others.observe(ServerMetrics(9, 0, 1000 + 8 * second), ours, ours, now=float(second))
+    assert looks(others, 100, begin=second + 1).index(False) == ALONE_S - 1, "after a night it is forgotten"
 
 
 def test_a_row_that_was_sent_or_answered_meanwhile_is_ours() -> None:
@@ -232,6 +276,17 @@ def test_a_row_that_was_sent_or_answered_meanwhile_is_ours() -> None:
     page = ServerMetrics(9, 0, 1000 + 8 * 70 + 1)
     before, after = Ours(9, 8 * 70), Ours(8, 8 * 70 + 1)
     assert not others.observe(page, before, after, now=70.0)
+
+
+def test_answers_that_all_come_at_once_are_ours_as_well() -> None:
+    """The server counts 64 in one iteration, and the client reads them one after the other."""
+    others = OtherRequests()
+    looks(others, 70, rows=64)
+    for second in range(70, 100):
+        finished, late = 64 * (second // 10) * 10, 40 if second % 10 == 0 else 0
+        ours = Ours(64, finished - late)
+        page = ServerMetrics(64, 0, 1000 + finished)
+        assert not others.observe(page, ours, ours, now=float(second))
 
 
 def test_short_requests_of_others_are_seen_by_their_answers() -> None:
@@ -244,6 +299,12 @@ def test_figures_that_lack_answers_of_ours_tell_of_no_server_without_others() ->
     assert all(looks(OtherRequests(), 300, elsewhere=4))
 
 
+def test_figures_that_lack_rows_of_ours_tell_of_no_server_without_others() -> None:
+    """Of one replica behind a balancer, whose rows take long."""
+    others, ours = OtherRequests(), Ours(64, 0)
+    assert all(others.observe(ServerMetrics(32, 0, 1000), ours, ours, now=float(now)) for now in range(300))
+
+
 def test_figures_of_another_process_tell_nothing_of_the_first() -> None:
     others = OtherRequests()
     looks(others, 70)
@@ -251,9 +312,11 @@ def test_figures_of_another_process_tell_nothing_of_the_first() -> None:
     assert others.observe(ServerMetrics(8, 0, 1000 + 8 * 70, started_at=2.0), ours, ours, now=70.0)
 
 
-def test_others_may_have_come_while_nobody_looked() -> None:
+@pytest.mark.parametrize("gap_s", [1, ALONE_S + 1], ids=["told", "by the clock"])
+def test_others_may_have_come_while_nobody_looked(gap_s: float) -> None:
     others = OtherRequests()
-    looks(others, 70)
-    later = 70 + UNSEEN_S + 1
+    assert not looks(others, 70)[-1]
+    if gap_s == 1:
+        others.forget()
     ours = Ours(8, 8 * 70)
-    assert others.observe(ServerMetrics(8, 0, 1000 + 8 * 70), ours, ours, now=later)
+    assert others.observe(ServerMetrics(8, 0, 1000 + 8 * 70), ours, ours, now=69 + gap_s)
