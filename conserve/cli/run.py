@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from conserve.jobs.harvest.harvester import Harvester
     from conserve.store.database.store import Store
 
+BATCH = "batch"  # tag of a job of the Batch API
 EXAMPLE = """
 conserve run
 conserve run gsm8k-k3f9 --model Qwen/Qwen2.5-7B-Instruct -- --max-model-len 8192
@@ -206,7 +207,9 @@ def drain(
         progress.tell_model()
         done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
         if watched is not None:
-            done = replace(done, refused=done.refused | watched.paused)
+            paused = {job for job, state in done.jobs.items() if state == JobState.PAUSED}
+            why = {job: why for job, why in watched.paused.items() if job in paused}
+            done = replace(done, refused=done.refused | why)
         return report(done, settings, only=only, as_json=as_json)
 
 
@@ -214,7 +217,8 @@ def of_first_rows(
     endpoint: "Endpoint", store: "Store", settings: Settings, waiting: list[JobReading]
 ) -> "FirstRowsEndpoint | None":
     """Endpoint of a server, around the given one, that pauses a new job whose first rows are all refused alike."""
-    new = [reading.id for reading in waiting if not reading.done]
+    # Clients of the Batch API see no pause: the rows of a batch fail, each with its error.
+    new = [reading.id for reading in waiting if not reading.done and BATCH not in reading.tags]
     if server_of(settings) is None or not new:
         return None
     from conserve.jobs.harvest.first_rows import FirstRowsEndpoint

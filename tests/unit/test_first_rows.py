@@ -8,12 +8,14 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from conserve.cli import exits
 from conserve.cli.run import of_first_rows
-from conserve.config import load
+from conserve.config import Settings, load
+from conserve.endpoints import http
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.endpoints.http import HttpEndpoint
 from conserve.errors import StoreError
-from conserve.jobs.harvest.first_rows import FIRST_ROWS, FirstRowsEndpoint
+from conserve.jobs.harvest.first_rows import FIRST_ROWS, TAKEN_BACK_S, FirstRowsEndpoint
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
@@ -21,6 +23,7 @@ from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from tests import virtual_time
+from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import job
 from tests.submitting import submit
@@ -96,7 +99,41 @@ def test_a_job_that_cannot_be_paused_goes_on(
     monkeypatch.setattr(catalog, "move", unreachable)
     endpoint = run(store, Choosy(lambda _: UNSUPPORTED), job_id)
     assert (endpoint.paused, job(store, job_id).failed) == ({}, ROWS)
-    assert f"job {job_id} is not paused: the store is away" in caplog.text
+    assert (
+        f"of job {job_id} were refused (HTTP 400: {UNSUPPORTED}), and it goes on: the store is away"
+        in caplog.text
+    )
+
+
+def test_a_job_that_another_server_answers_is_not_paused(store: Store, job_id: str) -> None:
+    server = Choosy(lambda _: UNSUPPORTED)
+    with store.write() as tx:
+        tx.exec_driver_sql("update job set succeeded = 1, failed = 0, num_rows = num_rows + 1")
+    assert run(store, server, job_id).paused == {}
+    assert job(store, job_id).failed == ROWS
+
+
+def test_rows_of_a_job_that_is_resumed_meanwhile_are_sent_without_a_wait(store: Store, job_id: str) -> None:
+    server = Choosy(lambda _: UNSUPPORTED)
+    endpoint = FirstRowsEndpoint(server.endpoint(), store, [job_id])
+
+    async def go() -> float:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        harvester = Harvester(store, endpoint, clock=loop.time, follow=True)
+        working = loop.create_task(harvester.run(stop))
+        while job(store, job_id).state is not JobState.PAUSED or len(harvester._flights):
+            await asyncio.sleep(0.1)
+        with store.write() as tx:
+            catalog.move(tx, job_id, "resume", now=0.0)
+        begun = loop.time()
+        while job(store, job_id).state is not JobState.COMPLETED:
+            await asyncio.sleep(0.1)
+        stop.set()
+        await working
+        return loop.time() - begun
+
+    assert virtual_time.run(go()) < 1.5 * TAKEN_BACK_S
+    assert endpoint.paused == {}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +151,29 @@ def test_rows_that_are_at_fault_themselves_fail_alone(
     assert job(store, job_id).state is JobState.COMPLETED
 
 
+def test_a_run_says_at_its_end_which_job_it_paused(
+    settings: Settings, store: Store, job_id: str, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Choosy(lambda text: None if text == "good" else UNSUPPORTED)
+
+    def client(*_: object, **__: object) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.MockTransport(server.serve), base_url="http://server")
+
+    task = Task(kind=Kind.PROMPT, template="{{ q }}")
+    good = submit(store, str(write_input(q=["good"] * ROWS)), task).job_id
+    few = submit(store, str(write_input("few.parquet", q=["bad"] * FIRST_ROWS)), task).job_id
+    monkeypatch.setattr(http, "open_client", client)
+    done = conserve(
+        *("run", "--endpoint", "http://server", "--window", "4", "--json"), CONSERVE_HOME=str(settings.home)
+    )
+    said = json.loads(done.stdout)
+    assert done.returncode == exits.FAILED
+    assert said["jobs"] == {job_id: "paused", good: "completed", few: "completed"}
+    assert list(said["refused"]) == [job_id]
+    assert f"so it is paused: HTTP 400: {UNSUPPORTED.rstrip('.')}" in said["refused"][job_id]
+    assert f"conserve resume {job_id}" in done.stderr
+
+
 def test_jobs_of_which_rows_are_done_are_not_watched(store: Store, job_id: str) -> None:
     settings = load({"endpoint": "http://server"})
     endpoint = FakeEndpoint()
@@ -121,5 +181,8 @@ def test_jobs_of_which_rows_are_done_are_not_watched(store: Store, job_id: str) 
     assert isinstance(of_first_rows(endpoint, store, settings, waiting), FirstRowsEndpoint)
     assert of_first_rows(endpoint, store, load({"endpoint": "fake:"}), waiting) is None
     with store.write() as tx:
-        tx.exec_driver_sql("update job set failed = 1")
+        tx.exec_driver_sql("""update job set tags = '{"batch": "batch_1"}'""")
+    assert of_first_rows(endpoint, store, settings, read_jobs(settings, now=time.time())) is None
+    with store.write() as tx:
+        tx.exec_driver_sql("update job set tags = null, failed = 1")
     assert of_first_rows(endpoint, store, settings, read_jobs(settings, now=time.time())) is None

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from conserve.endpoints.protocol import Call, Completion, Endpoint, OnTokens
 from conserve.endpoints.wrapped import WrappedEndpoint
-from conserve.errors import ConserveError, RequestRejected
+from conserve.errors import ConserveError, JobNotFound, JobRefused, RequestRejected
+from conserve.jobs.harvest.waiting import elapsed_or_set
 from conserve.store.books import catalog
 from conserve.store.database.store import Store
 
@@ -37,13 +38,15 @@ class FirstRowsEndpoint(WrappedEndpoint):
         super().__init__(endpoint)
         self._store = store
         self._watched: dict[str, SameRefusals | None] = dict.fromkeys(new)
+        self._resumed: dict[str, asyncio.Event] = {}  # for rows of paused jobs
         self.paused: dict[str, str] = {}
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         """Answer a call; a row of a job that was paused meanwhile waits until the harvester takes it back."""
         job_id = call.key.partition("/")[0]
-        if job_id in self.paused:
-            await asyncio.sleep(TAKEN_BACK_S)  # a job that is resumed at once has no row that waits for ever
+        if (resumed := self._resumed.get(job_id)) is not None:
+            await elapsed_or_set(resumed, TAKEN_BACK_S)
+            self._go_on(job_id)  # a row that is still here is of a job that was resumed
         try:
             completion = await self._endpoint.complete(call, on_tokens)
         except RequestRejected as error:
@@ -67,17 +70,32 @@ class FirstRowsEndpoint(WrappedEndpoint):
         return over and seen.words == str(error)
 
     async def _pause(self, job_id: str, error: RequestRejected) -> None:
-        why = all_refused(job_id, error)
-        self.paused[job_id] = why
+        self._resumed[job_id] = asyncio.Event()
+        self.paused[job_id] = all_refused(job_id, error)
         try:
-            await asyncio.to_thread(self._pause_in_store, job_id, str(error))
-        except ConserveError as trouble:  # an outage, or a job that has ended
-            del self.paused[job_id]
-            log.warning("%s; job %s is not paused: %s", why, job_id, trouble)
+            if await asyncio.to_thread(self._pause_in_store, job_id, str(error)):
+                return
+        except (JobRefused, JobNotFound) as ended:
+            log.info("job %s is not paused for its first rows: %s", job_id, ended)
+        except ConserveError as trouble:
+            log.warning(
+                "the first rows of job %s were refused (%s), and it goes on: %s", job_id, error, trouble
+            )
+        self._go_on(job_id)
 
-    def _pause_in_store(self, job_id: str, words: str) -> None:
+    def _go_on(self, job_id: str) -> None:
+        """Send rows of this job again."""
+        self.paused.pop(job_id, None)
+        if (resumed := self._resumed.pop(job_id, None)) is not None:
+            resumed.set()
+
+    def _pause_in_store(self, job_id: str, words: str) -> bool:
+        """Pause the job, unless another harvester's server answers it."""
         with self._store.write() as tx:
+            if catalog.get(tx, job_id).succeeded:
+                return False
             catalog.move(tx, job_id, "pause", now=time.time(), why=f"its first rows were refused: {words}")
+        return True
 
 
 def all_refused(job_id: str, error: RequestRejected) -> str:
