@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from conserve.names import OFF, ON
 
-Switch = Annotated[str, Meta(pattern=f"^({ON}|{OFF})$")]
+Switch = Annotated[str, Meta(pattern=rf"\A({ON}|{OFF})\Z")]
 
 
 class RegimeChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -47,7 +47,12 @@ class EngineSection(
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
-        """Read a section that a user may have written; raises `SettingsError`."""
+        """Read a section that a user may have written; raises `SettingsError`.
+
+        A policy of the user's own is not looked for: its module may be elsewhere.
+        """
+        if not isinstance(said, Mapping):
+            raise SettingsError(f"{PLACE} takes an object, not {said!r}")
         if unknown := sorted(said.keys() - set(cls.__struct_fields__)):
             raise SettingsError(
                 f"{PLACE} has {', '.join(unknown)}; it takes {', '.join(cls.__struct_fields__)}"
@@ -131,8 +136,8 @@ def require_promises(said: Mapping[str, Any]) -> None:
 
 def require_numbers(said: Mapping[str, Any]) -> None:
     """Raise `SettingsError` for shares, a scale and layers out of their range."""
-    for key in SHARES.keys() & said.keys():
-        if not is_within(said[key], 0, SHARES[key]):
+    for key in SHARES:
+        if key in said and not is_within(said[key], 0, SHARES[key]):
             raise SettingsError(f"{PLACE}.{key} takes a share from 0 to {SHARES[key]:g}, not {said[key]!r}")
     scale = said.get("push_slo_scale", NEVER)
     if not is_within(scale, NEVER, LARGEST_SCALE):
@@ -149,10 +154,11 @@ def is_within(value: Any, least: float, most: float) -> bool:
 
 def require_names(said: Mapping[str, Any]) -> None:
     """Raise `SettingsError` for a policy, a rule of preemption or a file that cannot be."""
-    try:
-        named(said.get("policy", CONSERVE))
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
+    policy = said.get("policy", CONSERVE)
+    if not isinstance(policy, str):
+        raise SettingsError(f"{PLACE}.policy takes a name, not {policy!r}")
+    if "." not in policy:
+        require_policy(policy)
     rule = said.get("preemption", PROMPT)
     if rule not in (*LEAVE_RULES, OFF):
         raise SettingsError(
@@ -161,3 +167,11 @@ def require_names(said: Mapping[str, Any]) -> None:
     for name in RECORDED:
         if said.get(name) is not None and not isinstance(said[name], str):
             raise SettingsError(f"{PLACE}.{name} takes a file, not {said[name]!r}")
+
+
+def require_policy(name: str) -> None:
+    """Raise `SettingsError` if there is no policy of this name, or if one of the user's own cannot be made."""
+    try:
+        named(name)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error

@@ -1,5 +1,6 @@
 """What a process of vLLM's server is started with, written into its command line and read back from it."""
 
+import json
 from collections.abc import Sequence
 from typing import Self
 
@@ -21,10 +22,11 @@ class ServerLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
     def words(self) -> list[str]:
         """The launch as words of a command line: a JSON object, and the flags."""
-        return [msgspec.json.encode(msgspec.structs.replace(self, flags=())).decode(), *self.flags]
+        settings = msgspec.to_builtins(msgspec.structs.replace(self, flags=()))
+        return [json.dumps(settings), *self.flags]  # any number, and file names that are no UTF-8
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Self:
         """Read the words back."""
         settings, *flags = words
-        return msgspec.structs.replace(msgspec.json.decode(settings, type=cls), flags=tuple(flags))
+        return msgspec.structs.replace(msgspec.convert(json.loads(settings), cls), flags=tuple(flags))

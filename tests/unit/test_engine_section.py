@@ -1,6 +1,7 @@
 """The section of vLLM's configuration that users and commands write, and the times that an engine starts with."""
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from conserve.engine.known_times import KnownTimes
 from conserve.engine.runtime.api_limits import ApiLimits
-from conserve.engine.section import AUTO, EngineSection
+from conserve.engine.section import AUTO, EngineSection, require_policy
 from conserve.engine.server_launch import ServerLaunch
 from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch, Slice
@@ -54,6 +55,10 @@ def test_null_is_as_if_nothing_was_said_but_for_harm() -> None:
     [
         ({"polcy": "conserve"}, r"^additional_config\.conserve has polcy; it takes policy, ttft_slo_ms, "),
         ({"policy": "none"}, "^there is no policy 'none'; there are conserve, "),
+        ({"policy": None}, r"^additional_config\.conserve\.policy takes a name, not None$"),
+        ({"policy": 5}, r"^additional_config\.conserve\.policy takes a name, not 5$"),
+        ({"live_prefixes": 5, "receipt": 5}, r"^additional_config\.conserve\.receipt takes a share from 0 "),
+        (None, r"^additional_config\.conserve takes an object, not None$"),
         ({"preemption": None}, "^there is no rule of preemption None; there are prompt, "),
         ({"push_slo_scale": 11}, r"^additional_config\.conserve\.push_slo_scale is from 1 to 10, not 11$"),
         (
@@ -65,9 +70,16 @@ def test_null_is_as_if_nothing_was_said_but_for_harm() -> None:
         ({"control": "yes"}, r"^additional_config\.conserve: Expected `bool`, got `str` - at `\$\.control`$"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_name(said: dict[str, Any], why: str) -> None:
+def test_what_cannot_be_is_refused_with_its_name(said: Any, why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         EngineSection.of(said)
+
+
+def test_a_policy_of_the_users_own_is_looked_for_where_it_is_used() -> None:
+    """Readers of other settings may be where its module is not."""
+    assert EngineSection.of({"policy": "absent.module.Policy"}).policy == "absent.module.Policy"
+    with pytest.raises(SettingsError, match=r"the policy absent\.module\.Policy .*cannot be made"):
+        require_policy("absent.module.Policy")
 
 
 @pytest.mark.parametrize(
@@ -101,3 +113,19 @@ def test_a_server_is_started_with_what_its_command_line_says(flags: tuple[str, .
     )
     assert launch.words()[1:] == [*flags]
     assert ServerLaunch.of(launch.words()) == launch
+
+
+@pytest.mark.parametrize(
+    "section", [EngineSection(harm=inf), EngineSection(profile="/caf\udce9.json", record_views="/\udce9")]
+)
+def test_numbers_and_files_reach_a_server_as_they_were_given(section: EngineSection) -> None:
+    """What cannot be is refused there, and a name that is no UTF-8 is a file's."""
+    launch = ServerLaunch(model="m", models_folder="/models", section=section, limits=ApiLimits())
+    words = launch.words()
+    assert words[0].isascii()
+    assert ServerLaunch.of(words) == launch
+
+
+def test_what_a_server_is_started_with_is_validated_there() -> None:
+    with pytest.raises(SettingsError, match="harm is a share above 0"):
+        EngineSection.of(EngineSection(harm=inf).document())

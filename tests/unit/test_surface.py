@@ -359,6 +359,7 @@ def test_preemption_is_changed_over_http(name: str) -> None:
         {"preemption": {}},
         {"preempt": "off"},
         {"checkpoint": "eager"},
+        {"checkpoint": "off\n"},
         {"checkpoint": []},
         {"policy": "fair"},
         {"policy": None},

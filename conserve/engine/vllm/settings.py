@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from conserve.engine.known_times import KnownTimes
 from conserve.engine.policy.promises import Promises
-from conserve.engine.section import AUTO, EngineSection
+from conserve.engine.section import AUTO, EngineSection, require_policy
 from conserve.engine.vllm.model.profile_key import key_of
 from conserve.errors import SettingsError
 from conserve.names import OFF
@@ -91,6 +91,7 @@ def settings_of(config: VllmConfig) -> tuple[EngineSection, KnownTimes | None]:
     require_possible(config, section)
     if INSTALLED in config.additional_config:
         return section, installed_times(config)
+    require_policy(section.policy)
     return section, RequestedSettings(section=section).times(config)
 
 

@@ -17,6 +17,7 @@ from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY
 from conserve.engine.section import EngineSection
 from conserve.engine.vllm.server.privileges import CALLER, Caller, Role, refuse
 from conserve.engine.vllm.settings import SECTION
+from conserve.errors import SettingsError
 from conserve.request_fields import CLASS_ARGUMENT
 
 FOUND = "conserve_classes"  # attribute of vLLM's front end: the classes of its configuration
@@ -79,6 +80,9 @@ def classes_of_engine(llm: Any) -> LiveClasses:
     found: LiveClasses | None = getattr(llm, FOUND, None)
     if found is None:
         config = getattr(getattr(llm, "vllm_config", None), "additional_config", None) or {}
-        found = EngineSection.of(config.get(SECTION, {})).live_classes
+        try:
+            found = EngineSection.of(config.get(SECTION, {})).live_classes
+        except SettingsError:  # for an engine with another scheduler, which reads no section
+            found = LiveClasses()
         setattr(llm, FOUND, found)
     return found

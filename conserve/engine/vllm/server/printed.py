@@ -49,11 +49,12 @@ def main(words: Sequence[str]) -> int:
     launch = ServerLaunch.of(words)
     model, flags = launch.model, launch.flags
     try:
+        section = EngineSection.of(launch.section.document())
         require_engine()
         prepare_environment(offline=model == DEMO_MODEL or Path(model).exists(), served=True)
         quiet_warnings()
         folder = Path(launch.models_folder)
-        line = command_of(model, flags, launch.section, models_folder=folder, keys=launch.keyed)
+        line = command_of(model, flags, section, models_folder=folder, keys=launch.keyed)
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)
         return error.exit_code

@@ -205,15 +205,11 @@ def warn(sentence: str) -> None:
 def main(words: Sequence[str]) -> int:
     """Serve until SIGTERM; returns the exit code. `words` are a `ServerLaunch`."""
     launch = ServerLaunch.of(words)
-    model, models_folder, section, flags = (
-        launch.model,
-        Path(launch.models_folder),
-        launch.section,
-        launch.flags,
-    )
+    model, models_folder, flags = launch.model, Path(launch.models_folder), launch.flags
     if logs.wanted_by(os.environ):
         logs.take_over()
     try:
+        section = EngineSection.of(launch.section.document())
         require_engine()
         seconds_asked_for()  # a mistake in them is told before the model is loaded
         offline = model == DEMO_MODEL or Path(model).exists()
