@@ -64,7 +64,7 @@ def mend(store: Store, job_id: str, *, now: float) -> str:
         last = last_in_shards(tx, store.data, job_id, known)
         right = at_first | numbers(tx, job_id, {**values, **at_first}, last, requests)
         if values["state"] not in tuple(JobState):
-            right["state"] = JobState.QUEUED.value
+            right |= {"state": JobState.QUEUED.value, "failed_by": None}
         if values["failed_by"] not in (None, *FailedBy):
             right["failed_by"] = None
         if not catalog.is_readable({**values, **right}):
