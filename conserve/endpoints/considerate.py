@@ -37,9 +37,7 @@ class ConsiderateRows:
         self.window, self._others = CongestionWindow(high=most_rows), OtherRequests()
 
     def sent(self, route: Url) -> None:
-        """Note that a row is sent; after a time without rows they begin as at first."""
-        if not self.in_flight and asyncio.get_running_loop().time() - self._ended_at > ALONE_S:
-            self.window.start_over()
+        """Note that a row is sent."""
         self.in_flight += 1
         self._route = route
 
@@ -64,6 +62,8 @@ class ConsiderateRows:
                 await self.look()
             else:
                 self._others.forget()
+            if not self.in_flight and asyncio.get_running_loop().time() - self._ended_at > ALONE_S:
+                self.window.start_over()  # who is there when the next rows come is not known
 
     async def look(self) -> None:
         """Move the window once."""

@@ -209,7 +209,7 @@ def test_rows_begin_anew_after_a_time_without_rows() -> None:
             await asyncio.sleep(2 * ALONE_S)
             server.stops = False
             await asyncio.sleep(1)
-            assert (full, server.endpoint.capacity <= 3) == (64, True)
+            assert (full, server.rows <= 3) == (64, True)
 
     virtual_time.run(go())
 

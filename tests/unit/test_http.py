@@ -1481,7 +1481,6 @@ def test_a_burst_of_refusals_is_one_sign_of_pressure() -> None:
     async def go() -> None:
         endpoint = HttpEndpoint("http://server", considerate=True, transport=httpx.MockTransport(serve))
         await endpoint.start()
-        endpoint._rows._ended_at = asyncio.get_running_loop().time()  # a row was there until now
         while endpoint.capacity < 64:
             endpoint._rows.window.fill(rows=0, waiting=0)
         for size in (32, 16):
