@@ -1,6 +1,7 @@
 """Rows beside requests of others, on a server without ConServe's scheduler: how many at once."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from math import inf
 
@@ -12,6 +13,7 @@ from conserve.endpoints.protocol import Url
 from conserve.endpoints.window import ALONE_S, CongestionWindow, OtherRequests, Ours
 
 LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
+JUST_SENT = 2  # looks within which a slow engine takes a request in
 PROBE_EVERY_S = 5.0  # between two small requests where no metrics tell that others are there
 
 
@@ -28,7 +30,8 @@ class ConsiderateRows:
         self.in_flight = self._answered = 0
         self._route = Url.CHAT  # of the row that was sent last
         self._others = OtherRequests()
-        self._queued = False  # requests waited at the last look
+        self._sent = 0
+        self._sent_before = deque([0], maxlen=JUST_SENT + 1)  # by look
         self._probe_at = self._pressed_at = -inf
         self._ended_at = -inf  # the row that was the last one there
 
@@ -39,6 +42,7 @@ class ConsiderateRows:
     def sent(self, route: Url) -> None:
         """Note that a row is sent."""
         self.in_flight += 1
+        self._sent += 1
         self._route = route
 
     def ended(self, *, answered: bool) -> None:
@@ -77,16 +81,21 @@ class ConsiderateRows:
             return
         now = asyncio.get_running_loop().time()
         others = self._others.observe(page, before, self._ours, now=now)
-        queued, self._queued = self._queued, page.waiting > 0
+        queued = self._queued(page.waiting)
         if not others:
-            self.window.fill(rows=self.in_flight, waiting=page.waiting)
+            self.window.fill(rows=self.in_flight, queued=queued)
             if now >= self._probe_at and not page.waiting:  # the scale is there once others come
                 self._probe_at = now + PROBE_EVERY_S
                 await self._probe(moves=False)
-        elif not page.waiting:
-            await self._probe()
-        elif queued:  # one look may find an arrival that does not wait
+        elif queued:
             self.window.press()
+        else:
+            await self._probe()
+
+    def _queued(self, waiting: float) -> float:
+        """Requests that wait in the server's queue, but for those that were just sent."""
+        self._sent_before.append(self._sent)
+        return max(0.0, waiting - (self._sent - self._sent_before[0]))
 
     @property
     def _ours(self) -> Ours:

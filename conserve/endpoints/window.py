@@ -126,10 +126,10 @@ class CongestionWindow:
         self._cut(0.5)
         return self.size
 
-    def fill(self, *, rows: int, waiting: float) -> int:
-        """Go to the size that fills a server without other requests; some of our `rows` there wait in its queue."""
-        if waiting:
-            self._places = self._exact = max(1.0, rows - waiting)
+    def fill(self, *, rows: int, queued: float) -> int:
+        """Go to the size that fills a server without other requests; some of our `rows` stand in its queue."""
+        if queued:
+            self._places = self._exact = max(1.0, rows - queued)
         else:
             self._exact = 2 * self._exact if 2 * self._exact <= self._places else self._exact + 1
         self._exact = min(float(self.high), self._exact)
@@ -211,6 +211,8 @@ class OtherRequests:
         self._alone_s = ALONE_S
         self._started_at: float | None = None
         self._foreign: deque[float] = deque(maxlen=int(ALONE_S))  # answers that were not ours, by look
+        self._ours: deque[int] = deque(maxlen=2 * LOOKS)  # rows of ours, and requests that the page shows
+        self._shown: deque[float] = deque(maxlen=2 * LOOKS)
 
     def observe(self, metrics: ServerMetrics, before: Ours, after: Ours, *, now: float) -> bool:
         """Take a reading, and the requests of ours before and after it; True unless there are no others."""
@@ -219,8 +221,9 @@ class OtherRequests:
         self._looked_at, self._started_at = now, metrics.started_at
         here = metrics.running + metrics.waiting
         most, least = max(before.in_flight, after.in_flight), min(before.in_flight, after.in_flight)
-        lacks_rows = here < least - IN_TRANSIT - least // ROWS_IN_TRANSIT
-        if first or here > most or lacks_rows or self._answers_differ():
+        self._ours.append(least)
+        self._shown.append(here)
+        if first or here > most or self._lacks_rows() or self._answers_differ():
             self._see(now)
         elif now - self._seen_at >= self._alone_s:
             self._alone_since = min(self._alone_since, now)
@@ -235,7 +238,14 @@ class OtherRequests:
             soon = now - self._alone_since < SOON * self._alone_s
             self._alone_s = min(2 * self._alone_s, LONGEST_ALONE_S) if soon else ALONE_S
         self._seen_at, self._alone_since = now, inf
-        self._foreign.clear()
+        for seen in (self._foreign, self._ours, self._shown):
+            seen.clear()
+
+    def _lacks_rows(self) -> bool:
+        """True if the page has shown fewer rows than there are for longer than a slow engine takes to show them."""
+        least = min(self._ours)
+        shown = max(self._shown) >= least - IN_TRANSIT - least // ROWS_IN_TRANSIT
+        return len(self._ours) == 2 * LOOKS and not shown
 
     def _answers_differ(self) -> bool:
         """True if answers that are not ours have become more or fewer, but for those that are on their way."""

@@ -1482,7 +1482,7 @@ def test_a_burst_of_refusals_is_one_sign_of_pressure() -> None:
         endpoint = HttpEndpoint("http://server", considerate=True, transport=httpx.MockTransport(serve))
         await endpoint.start()
         while endpoint.capacity < 64:
-            endpoint._rows.window.fill(rows=0, waiting=0)
+            endpoint._rows.window.fill(rows=0, queued=0)
         for size in (32, 16):
             rows = [
                 endpoint.complete(Call(key=str(n), url=Url.CHAT, body={"messages": []})) for n in range(9)

@@ -127,7 +127,7 @@ def test_a_window_never_leaves_its_bounds(looks: list[tuple[float, str]], high: 
         elif how == "p":
             window.press()
         else:
-            window.fill(rows=window.size, waiting=number)
+            window.fill(rows=window.size, queued=number)
         assert 1 <= window.size <= high
 
 
@@ -203,8 +203,8 @@ def test_the_calm_latency_falls_with_many_lower_readings_beside_any_rows() -> No
 
 def test_a_server_without_others_is_filled_to_its_places() -> None:
     window = CongestionWindow(high=64)
-    assert [window.fill(rows=0, waiting=0) for _ in range(7)] == [2, 4, 8, 16, 32, 64, 64]
-    sizes = [window.fill(rows=window.size, waiting=max(0, window.size - 16)) for _ in range(20)]
+    assert [window.fill(rows=0, queued=0) for _ in range(7)] == [2, 4, 8, 16, 32, 64, 64]
+    sizes = [window.fill(rows=window.size, queued=max(0, window.size - 16)) for _ in range(20)]
     assert {*sizes} == {16, 17}, "the engine runs 16 at a time, and no queue stands before a next request"
 
 
