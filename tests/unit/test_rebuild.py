@@ -354,6 +354,20 @@ def test_of_two_repairs_at_once_one_takes_a_job_in(store: Store) -> None:
     assert select(store, "select failed, num_rows from shard") == [(0, 3)]
 
 
+def test_a_job_of_an_earlier_version_is_taken_in_with_the_cause_of_its_failure(store: Store) -> None:
+    """Its mark has the cause in a sentence alone; other jobs stay as they are."""
+    (found,) = forgotten(store)
+    add_job(store, "other")
+    with store.write() as tx:
+        tx.exec_driver_sql("update job set state = 'failed', error = 'the requests of it' where id = 'other'")
+    assert found.mark.record is not None
+    del found.mark.record["failed_by"]
+    found.mark.record.update(state="failed", error="the requests of job job-1 cannot be read")
+    rebuild.adopt(store, [found], now=7.0)
+    said = select(store, "select id, failed_by from job order by id")
+    assert said == [("job-1", "damage"), ("other", None)]
+
+
 def salvaged(**tables: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Rows that were read of a damaged database."""
     return {name: [] for name in rebuild.TABLES} | tables

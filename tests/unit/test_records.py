@@ -84,10 +84,11 @@ def test_columns_that_only_an_earlier_version_had_are_passed_over(store: Store) 
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_state_that_is_none_becomes_queued_and_is_told(store: Store, marked: bool) -> None:
     submitted(store, marked=marked)
-    change(store, "state = 'quexed'")
+    change(store, "state = 'quexed', failed_by = 'damage'")
     said = FROM_FOLDER if marked else f"the record of job {JOB} was mended"
     assert records.mend(store, JOB, now=NOW) == said
     assert (job(store).state, told(store)) == ("queued", ["in_progress"])
+    assert job(store).failed_by is None
 
 
 @pytest.mark.parametrize("state", ["queued", "paused", "completed", "failed", "cancelled", "expired"])

@@ -176,12 +176,13 @@ def add_missing_batches(tx: Connection) -> None:
         tx.execute(insert(schema.batch).values(id=batch_id, **values))
 
 
-def add_missing_causes(tx: Connection) -> None:
-    """Give jobs without a cause that failed for damage theirs, by the sentences of versions without causes."""
+def add_missing_causes(tx: Connection, job_id: str | None = None) -> None:
+    """Give jobs, or one, without a cause that failed for damage theirs, by the sentences of earlier versions."""
     job = schema.job
     of_damage = or_(*(job.c.error.startswith(words) for words in ("the requests ", "the record ")))
     failed = job.c.state == "failed", job.c.failed_by.is_(None), of_damage
-    tx.execute(update(job).where(*failed).values(failed_by="damage"))
+    these = (job.c.id == job_id,) if job_id is not None else ()
+    tx.execute(update(job).where(*these, *failed).values(failed_by="damage"))
 
 
 def batch_of_tags(tags: str | None) -> tuple[str, str]:

@@ -216,7 +216,7 @@ def adopt_one(store: Store, stranger: Stranger, *, now: float, batch: bool) -> b
         put(tx, job, {name: value for name, value in record.items() if name != "seq"})
         if not catalog.taken(tx, job_id):
             return False
-        add_missing_causes(tx)
+        add_missing_causes(tx, job_id)
         if batch:
             add_missing_batches(tx)
         known = {shards.add(tx, file, now=now): read for file, read in found}
