@@ -211,8 +211,8 @@ class OtherRequests:
         self._alone_s = ALONE_S
         self._started_at: float | None = None
         self._foreign: deque[float] = deque(maxlen=int(ALONE_S))  # answers that were not ours, by look
-        self._ours: deque[int] = deque(maxlen=2 * LOOKS)  # rows of ours, and requests that the page shows
-        self._shown: deque[float] = deque(maxlen=2 * LOOKS)
+        # Requests that a page shows, and rows of ours then.
+        self._shown: deque[tuple[float, int]] = deque(maxlen=2 * LOOKS)
 
     def observe(self, metrics: ServerMetrics, before: Ours, after: Ours, *, now: float) -> bool:
         """Take a reading, and the requests of ours before and after it; True unless there are no others."""
@@ -221,8 +221,7 @@ class OtherRequests:
         self._looked_at, self._started_at = now, metrics.started_at
         here = metrics.running + metrics.waiting
         most, least = max(before.in_flight, after.in_flight), min(before.in_flight, after.in_flight)
-        self._ours.append(least)
-        self._shown.append(here)
+        self._shown.append((here, least))
         if first or here > most or self._lacks_rows() or self._answers_differ():
             self._see(now)
         elif now - self._seen_at >= self._alone_s:
@@ -230,7 +229,7 @@ class OtherRequests:
         return now - self._seen_at < self._alone_s
 
     def forget(self) -> None:
-        """Take it that others may be there: for a time nobody looks, or a server refuses rows."""
+        """Forget what was seen: others may come between two looks, or be refused in front of the server."""
         self._looked_at = -inf
 
     def _see(self, now: float) -> None:
@@ -238,14 +237,15 @@ class OtherRequests:
             soon = now - self._alone_since < SOON * self._alone_s
             self._alone_s = min(2 * self._alone_s, LONGEST_ALONE_S) if soon else ALONE_S
         self._seen_at, self._alone_since = now, inf
-        for seen in (self._foreign, self._ours, self._shown):
-            seen.clear()
+        self._foreign.clear()
+        self._shown.clear()
 
     def _lacks_rows(self) -> bool:
         """True if the page has shown fewer rows than there are for longer than a slow engine takes to show them."""
-        least = min(self._ours)
-        shown = max(self._shown) >= least - IN_TRANSIT - least // ROWS_IN_TRANSIT
-        return len(self._ours) == 2 * LOOKS and not shown
+        if len(self._shown) < 2 * LOOKS:
+            return False
+        shown, ours = max(here for here, _ in self._shown), min(rows for _, rows in self._shown)
+        return shown < ours - IN_TRANSIT - ours // ROWS_IN_TRANSIT
 
     def _answers_differ(self) -> bool:
         """True if answers that are not ours have become more or fewer, but for those that are on their way."""
