@@ -46,7 +46,7 @@ def section_of(**said: Any) -> EngineSection:
 
 
 def known_times(model: LinearModel = MODEL) -> KnownTimes:
-    """How long iterations take."""
+    """Times of iterations."""
     return KnownTimes.made_up(model, Path(FOLDER.name), of="test", residuals=RESIDUALS)
 
 

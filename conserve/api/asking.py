@@ -38,7 +38,7 @@ def make_input(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRequest:
-    """What a job asks of each row, as flags and arguments say it."""
+    """Flags and arguments that say what is asked of each row of a job."""
 
     prompt: str | None = None
     messages: str | None = None

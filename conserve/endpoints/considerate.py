@@ -67,7 +67,7 @@ class ConsiderateRows:
             else:
                 self._others.forget()
             if not self.in_flight and asyncio.get_running_loop().time() - self._ended_at > ALONE_S:
-                self.window.start_over()  # who is there when the next rows come is not known
+                self.window.start_over()  # others may be there when the next rows come
 
     async def look(self) -> None:
         """Move the window once."""

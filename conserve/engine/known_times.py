@@ -1,4 +1,4 @@
-"""What an engine knows of its own speed when it starts: the latency model of a profile, and times of copies."""
+"""Times that an engine knows when it starts: the latency model of a profile, and times of copies."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a process of vLLM's server is started with, written into its command line and read back from it."""
+"""Launch of a process of vLLM's server: written into its command line, and read back from it."""
 
 import json
 from collections.abc import Sequence

@@ -56,7 +56,7 @@ class FailedBy(StrEnum):
     DAMAGE = "damage"
     """The record or the requests cannot be read; a repair queues the job again once its requests are whole."""
     LOSS = "loss"
-    """What the job asks is lost."""
+    """The job's task is lost."""
 
 
 GOING = frozenset({JobState.QUEUED, JobState.RUNNING})

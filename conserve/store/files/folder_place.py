@@ -37,7 +37,7 @@ class FolderPlace:
         self.make()
 
     def make_private(self) -> None:
-        """Make a new folder so that nobody else may enter it; its parents are as the user's others."""
+        """Make a new folder that its user alone may enter; its parents have the user's usual modes."""
         parent = FolderPlace(self.path.parent)
         if parent._is_new():
             parent.make_with_parents()

@@ -224,7 +224,7 @@ FilePath: TypeAlias = Path | ObjectPath
 
 
 class JoinablePath(Protocol):
-    """What both kinds of path have; the paths that it gives are of the same kind."""
+    """Members of both kinds of path; the paths that they give are of the same kind."""
 
     @property
     def name(self) -> str:

@@ -210,7 +210,7 @@ def _engine(
 
 
 def known(model: LinearModel, folder: Path) -> KnownTimes:
-    """How long iterations take: the model is right, but for scatter."""
+    """Times of iterations: the model is right, but for scatter."""
     scatter = np.random.default_rng(SEED).normal(1, SCATTER, len(RESIDUALS_MS)).tolist()
     residuals = list(zip(RESIDUALS_MS, scatter, strict=True))
     return KnownTimes.made_up(model, folder, of="simulation", residuals=residuals)
